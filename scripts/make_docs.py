@@ -57,7 +57,7 @@ def settings_page() -> str:
         "",
         "## Recipes",
         "",
-        "`blockdraft settings --recipes` lists the known ones. A recipe is a TOML file:",
+        "`blockdraft recipes` lists the known ones. A recipe is a TOML file:",
         "",
         "```toml",
         *recipe_example(),
@@ -151,20 +151,26 @@ def family_table(families: Sequence[KnownFamily]) -> str:
 
 def pair_table(pairs: Sequence[KnownPair]) -> str:
     lines = [
-        "| target | target GB | drafter | layout | block | layers | drafter GB | notes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| target | target GB | drafter | layout | block | layers | drafter GB | recipes | notes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for pair in pairs:
         target = (f"`{pair.target}`", shown(pair.target_gb))
         drafter = (f"`{pair.drafter}`", pair.layout, shown(pair.block), shown(pair.draft_layers))
-        lines.append(row(*target, *drafter, shown(pair.draft_gb), pair.notes))
+        lines.append(row(*target, *drafter, shown(pair.draft_gb), recipes_of(pair), pair.notes))
     return "\n".join(lines)
 
 
 def refused_table(pairs: Sequence[KnownPair]) -> str:
-    lines = ["| target | drafter | why not | notes |", "|---|---|---|---|"]
-    lines += [row(f"`{pair.target}`", f"`{pair.drafter}`", pair.refused, pair.notes) for pair in pairs]
+    lines = ["| target | drafter | why not | recipes | notes |", "|---|---|---|---|---|"]
+    for pair in pairs:
+        names = (f"`{pair.target}`", f"`{pair.drafter}`")
+        lines.append(row(*names, pair.refused, recipes_of(pair), pair.notes))
     return "\n".join(lines)
+
+
+def recipes_of(pair: KnownPair) -> str:
+    return ", ".join(f"`{name}`" for name in pair.recipes)
 
 
 def row(*cells: str) -> str:

@@ -38,6 +38,7 @@ def _own_cache():
     for path in users.iterdir() if users.is_dir() else ():
         if path.name not in own:
             (folder / path.name).symlink_to(path)
+    os.environ.setdefault("BLOCKDRAFT_TEST_CACHE", str(users))  # where environments of other engines are kept
     (folder / "kernels").mkdir(exist_ok=True)
     os.environ["BLOCKDRAFT_CACHE"] = str(folder)
 

@@ -182,6 +182,16 @@ class ArmPair(TypedDict):
     agreement: Agreement | None
 
 
+class GraphGain(TypedDict):
+    """A cell on two warm servers, of which one runs without CUDA graphs (--also-eager)."""
+
+    key: Key
+    arm: Arm
+    eager_tokens_per_s: Estimate
+    graphs_tokens_per_s: Estimate
+    gain: Speedup  # of graphs over eager
+
+
 class PhaseTime(TypedDict):
     """One part of a start-up."""
 
@@ -239,6 +249,7 @@ class BenchReport(TypedDict):
     notes: list[str]
     definitions: dict[str, str]
     generator: NotRequired[list[GeneratorFigures]]
+    graph_gains: NotRequired[list[GraphGain]]
 
 
 def make_estimate(value: float | None = None, interval: Interval = None) -> Estimate:

@@ -39,6 +39,7 @@ class Preset:
     max_turns: int | None = None
     num_warmups: int = 2
     thinking: bool | None = None
+    keeps_page: bool = False
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))

@@ -5,25 +5,43 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from blockdraft.bench.figures import BenchReport, Cell
+from blockdraft.bench.figures import BenchReport, Cell, headline_speedup
 from blockdraft.bench.layout import FIGURES, grid
 from blockdraft.bench.options import PRESETS
 from blockdraft.bench.report_rows import ReportRow, arm_names, whole_rows
-from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
+from blockdraft.bench.sheet import NOTHING, Sheet, estimate, full_label, load_text, number, row_name
 
 
 def published_tables(report: BenchReport) -> list[Sheet]:
-    """Return the tables for --table. Without --table, return a table of the runs if there are several."""
+    """Return the tables for --table, else of the runs if there are several, and for --also-eager."""
     rows = whole_rows(report)
     preset = PRESETS.get(str(report["options"].get("table")))
     if preset is None:
-        return runs_table(report, rows)
+        return [*runs_table(report, rows), *graphs_table(report)]
     names = list(dict.fromkeys(row.key["workload"] for row in rows))
     loads = sorted({row.key["concurrency"] for row in rows})
     return [
         *(grid(report, names, loads, figure) for figure in preset.figures),
         *(sheet for name in preset.tables for sheet in TABLES[name](report, rows)),
+        *graphs_table(report),
     ]
+
+
+def graphs_table(report: BenchReport) -> list[Sheet]:
+    """Return one table: each cell without CUDA graphs and with them. Empty without --also-eager."""
+    arms = arm_names(report["cells"])
+    lines = tuple(
+        (
+            row_name(one["key"]),
+            arms[one["arm"]],
+            estimate(one["eager_tokens_per_s"]),
+            estimate(one["graphs_tokens_per_s"]),
+            estimate(headline_speedup(one["key"], one["gain"]), suffix="x"),
+        )
+        for one in report.get("graph_gains", [])
+    )
+    header = ("workload", "arm", "eager\ntok/s (±)", "graphs\ntok/s (±)", "graphs / eager\n(±)")
+    return [Sheet("Warm, without CUDA graphs and with them", header, lines, num_labels=2)] if lines else []
 
 
 def runs_table(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
@@ -76,6 +94,25 @@ def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
     ]
 
 
+def _pages(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
+    """Return one table: the time of a whole answer, with drafts and without."""
+    arms = arm_names(report["cells"])
+    lines = tuple(
+        (
+            full_label(row.key),
+            arms[cell["arm"]],
+            number(cell["latency_s"]["p50"]),
+            _per_answer(cell, cell["tokens_out"]),
+            number(cell["tokens_per_s"]["value"]),
+            number(cell["speculation"]["committed_per_step"]["value"]),
+        )
+        for row in rows
+        for cell in row.cells
+    )
+    header = ("workload", "arm", "seconds", "tokens", "tok/s", "committed/step")
+    return [Sheet("A whole page", header, lines, num_labels=2)]
+
+
 def _lines(rows: Iterable[tuple[str, ReportRow]], figures: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the rows of a table: name, the given figures of layout.FIGURES, and spread of the runs."""
     return tuple(
@@ -101,4 +138,5 @@ TABLES: dict[str, Callable[[BenchReport, Sequence[ReportRow]], list[Sheet]]] = {
     "runs": runs_table,
     "styles": _styles,
     "classes": _classes,
+    "pages": _pages,
 }

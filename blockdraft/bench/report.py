@@ -20,6 +20,7 @@ from blockdraft.bench.figures import (
     Cell,
     Distribution,
     GeneratorFigures,
+    GraphGain,
     RunFigures,
     Startup,
     Warmup,
@@ -28,7 +29,7 @@ from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group
 from blockdraft.bench.report_rows import ReportRow, key_text, whole_rows
 from blockdraft.bench.report_warnings import warnings_of
 from blockdraft.bench.speculation import total_of
-from blockdraft.bench.statistics import pair, split_by_category, summarise
+from blockdraft.bench.statistics import pair, speedup, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
 
@@ -53,10 +54,14 @@ def build(  # noqa: PLR0913  # the sections of a report
     startup: Sequence[Startup] = (),
     warmup: Sequence[Answer] = (),
     generator: Sequence[GeneratorFigures] = (),
+    eager: Sequence[Group] = (),
     notes: Sequence[str] = (),
     date: str,
 ) -> BenchReport:
-    """Compute all figures of a run. Each class of a workload gets a cell too, unless `groups` has them."""
+    """Compute all figures of a run. Each class of a workload gets a cell too, unless `groups` has them.
+
+    `eager` has the groups of a server without CUDA graphs.
+    """
     seed = options.get("seed")
     seed = seed if isinstance(seed, int) else 0
     if all(group.key["category"] == "all" for group in groups):
@@ -84,6 +89,7 @@ def build(  # noqa: PLR0913  # the sections of a report
         "generator": [one | {"used": _most_used(one, cells)} for one in generator],
         "cells": cells,
         "pairs": pairs,
+        "graph_gains": _graph_gains(groups, eager, seed=seed),
         "warnings": [],
         "notes": list(notes),
         "definitions": dict(DEFINITIONS),
@@ -211,6 +217,23 @@ def _merged(runs: Sequence[Group]) -> Group:
         metered=total_of(metered) if metered else None,
         blocks=[block for run in runs for block in run.blocks],
     )
+
+
+def _graph_gains(graphs: Sequence[Group], eager: Sequence[Group], *, seed: int) -> list[GraphGain]:
+    """Pair each cell of a server without graphs with that of the usual server, over the same prompts."""
+    usual = {(key_text(group.key), group.arm): group for group in graphs}
+    merged = {(key_text(parts[0].key), parts[0].arm): _merged(parts) for parts in _by_cell(eager)}
+    pairs = [(usual[place], group) for place, group in merged.items() if place in usual]
+    return [
+        {
+            "key": one.key,
+            "arm": one.arm,
+            "eager_tokens_per_s": summarise(other, seed=seed)["tokens_per_s"],
+            "graphs_tokens_per_s": summarise(one, seed=seed)["tokens_per_s"],
+            "gain": speedup(one, other, seed=seed),
+        }
+        for one, other in pairs
+    ]
 
 
 def _run_figures(cell: Cell) -> RunFigures:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -19,13 +19,14 @@ from blockdraft.bench.fleet import Fleet, measure_headroom, most_processes
 from blockdraft.bench.machine_facts import machine_facts
 from blockdraft.bench.options import Options
 from blockdraft.bench.progress import ProgressView
-from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Arm, Group
 from blockdraft.bench.report import NO_BASELINE, build
-from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, cold_ask
+from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server
 from blockdraft.bench.served import Started, our_command, served
 from blockdraft.errors import BenchError
 
 DRIFT = "changes of the machine in between are part of the speedup."
+EAGER = "blockdraft serve --no-graphs"
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -36,6 +37,7 @@ class Measured(RunOutcome):
     endpoints: dict[Arm, Endpoint] = field(default_factory=dict)
     starts: list[Startup] = field(default_factory=list)
     headroom: list[GeneratorFigures] = field(default_factory=list)
+    eager: list[Group] = field(default_factory=list)  # of a server without CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +61,30 @@ class Session:
         if self.options.arms_in_turn:
             await self._measure_in_turn(found, task)
         else:
-            async with self._server(found.starts) as (url, started):
+            async with self._server() as (url, started):
                 await self._measure(found, url, started)
+            if self.options.also_eager and found.trouble is None:
+                await self._measure_eager(found, task)
         return self._report(found), found
 
     async def _measure_in_turn(self, found: Measured, task: asyncio.Task[object]) -> None:
         """Start, measure and stop a server for each arm. Keep the results if a later server fails."""
         for arm in self.options.arms_in_turn:
             flags = self.plain_flags if arm == PLAIN else self.server_flags
-            try:
+            with _kept(found, f"the {arm} arm", task):
                 async with self._started(f"blockdraft serve, {arm}", flags) as started:
                     await self._measure(found, started.url, started, arm)
-            except BenchError as error:
-                if not found.endpoints:
-                    raise
-                found.trouble = f"the {arm} arm is missing: {error}"
-            except asyncio.CancelledError:  # the user interrupted the start of a later server
-                if not found.endpoints:
-                    raise
-                task.uncancel()
-                found.trouble, found.is_stopped = INTERRUPTED, True
             if found.trouble is not None:
                 return
-            _on_endings(task.cancel)
+
+    async def _measure_eager(self, found: Measured, task: asyncio.Task[object]) -> None:
+        """Measure the same grid on a server without CUDA graphs, after the usual one has ended."""
+        eager = Measured(headroom=found.headroom)  # the client is measured once
+        with _kept(found, "the measurement without graphs", task):
+            async with self._started(EAGER, [*self.server_flags, "--no-graphs"]) as started:
+                await self._measure(eager, started.url, started)
+            found.starts += eager.starts
+            found.eager, found.trouble, found.is_stopped = eager.groups, eager.trouble, eager.is_stopped
 
     async def _measure(
         self, found: Measured, url: str, started: Started | None, arm: Arm | None = None
@@ -119,16 +122,12 @@ class Session:
             found.starts.append(started.facts(found.cold.get(next(iter(servers)))))
 
     @contextlib.asynccontextmanager
-    async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
+    async def _server(self) -> AsyncIterator[tuple[str, Started | None]]:
         """Yield the server to measure. If we started it, end it when the context ends."""
         options = self.options
         if options.url is not None:
             yield options.url, None
             return
-        if options.also_eager:
-            flags = [*self.server_flags, "--no-graphs"]
-            async with self._started("blockdraft serve --no-graphs", flags) as eager:
-                starts.append(eager.facts(await self._first_answer(eager.url)))
         label = "blockdraft serve" if options.start is None else options.start_command[0]
         async with self._started(label, self.server_flags) as started:
             yield started.url, started
@@ -138,12 +137,6 @@ class Session:
         command = our_command(flags) if start is None else self.options.start_command
         self.console.print(f"starting {label} …")
         return served(command, label, self.options.start_timeout)
-
-    async def _first_answer(self, url: str) -> Answer:
-        """Send one cold request to a server that was started only for it; return the answer."""
-        ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
-        async with self._connected(url) as server:
-            return (await server.client.converse(ask))[0]
 
     @contextlib.asynccontextmanager
     async def _connected(self, url: str) -> AsyncIterator[Server]:
@@ -210,9 +203,27 @@ class Session:
             startup=found.starts,
             warmup=[*found.cold.values(), *found.warm],
             generator=found.headroom,
+            eager=found.eager,
             notes=notes,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
+
+
+@contextlib.contextmanager
+def _kept(found: Measured, what: str, task: asyncio.Task[object]) -> Iterator[None]:
+    """Keep what an earlier server gave if a later one fails, or if its start is interrupted."""
+    _on_endings(task.cancel)
+    try:
+        yield
+    except BenchError as error:
+        if not found.endpoints:
+            raise
+        found.trouble = f"{what} is missing: {error}"
+    except asyncio.CancelledError:
+        if not found.endpoints:
+            raise
+        task.uncancel()
+        found.trouble, found.is_stopped = INTERRUPTED, True
 
 
 def _on_endings(act: Callable[[], object]) -> None:

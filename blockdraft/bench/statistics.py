@@ -87,31 +87,50 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
     """Compute the speedup of speculation, and compare the texts of both arms."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
-    speculative, plain = _ended(speculative), _ended(plain)
-    ids, plain_ids = set(_prompt_ids(speculative.answers)), set(_prompt_ids(plain.answers))
-    draws = Resamples(sorted(ids & plain_ids), seed=seed)
-    arms = [
-        (group, [answer for answer in group.answers if answer.ask.prompt.id in draws.index])
-        for group in (speculative, plain)
-    ]
-    speeds = [_throughput_samples(group, answers, draws) for group, answers in arms]
-    tpots = [
-        _median_samples(_known([one for one in answers if one.is_ok], lambda one: one.tpot_s), draws)
-        for _, answers in arms
-    ]
-    key = speculative.key
-    speedup: Speedup = {
-        "tokens_per_s": _ratio(speeds[0], speeds[1], draws),
-        "tpot": _ratio(tpots[1], tpots[0], draws),
-    }
+    both, key = _SharedPrompts(speculative, plain, seed=seed), speculative.key
+    gain = both.speedup()
     return {
         "key": key,
-        "num_prompts": draws.num_prompts,
-        "num_unmatched": len(ids ^ plain_ids),
-        "speedup": speedup,
-        "verdict": _verdict(headline_speedup(key, speedup)["interval"]),
-        "agreement": _agreement(arms[0][1], arms[1][1]) if key["temperature"] == 0 else None,
+        "num_prompts": both.draws.num_prompts,
+        "num_unmatched": both.num_unmatched,
+        "speedup": gain,
+        "verdict": _verdict(headline_speedup(key, gain)["interval"]),
+        "agreement": _agreement(*both.answers) if key["temperature"] == 0 else None,
     }
+
+
+def speedup(group: Group, other: Group, *, seed: int) -> Speedup:
+    """Return the speed of `group` over that of `other`, on the prompts that both answered."""
+    return _SharedPrompts(group, other, seed=seed).speedup()
+
+
+class _SharedPrompts:
+    """The answers of two groups to the prompts that are in both."""
+
+    def __init__(self, *groups: Group, seed: int) -> None:
+        self._groups = [_ended(group) for group in groups]
+        ids, other_ids = (set(_prompt_ids(group.answers)) for group in self._groups)
+        self.num_unmatched = len(ids ^ other_ids)
+        self.draws = Resamples(sorted(ids & other_ids), seed=seed)
+        self.answers = [
+            [answer for answer in group.answers if answer.ask.prompt.id in self.draws.index]
+            for group in self._groups
+        ]
+
+    def speedup(self) -> Speedup:
+        draws = self.draws
+        speeds = [
+            _throughput_samples(group, answers, draws)
+            for group, answers in zip(self._groups, self.answers, strict=True)
+        ]
+        tpots = [
+            _median_samples(_known([one for one in answers if one.is_ok], lambda one: one.tpot_s), draws)
+            for answers in self.answers
+        ]
+        return {
+            "tokens_per_s": _ratio(speeds[0], speeds[1], draws),
+            "tpot": _ratio(tpots[1], tpots[0], draws),
+        }
 
 
 def split_by_category(group: Group) -> list[Group]:

@@ -21,7 +21,7 @@ from blockdraft.bench.records import Prompt, Workload
 from blockdraft.errors import BenchError
 
 CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
-APART = ("program",)  # built in, but not in "all": an answer takes thousands of tokens
+APART = ("program", "page")  # built in, but not in "all": an answer takes thousands of tokens
 ALL = "all"
 RANDOM = "random"
 NAMES = (*CLASSES, *APART, *DATASETS, RANDOM, ALL)

@@ -17,7 +17,7 @@ from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.kernels import REFERENCE
-from blockdraft.kernels.kv_formats import EXACT
+from blockdraft.kernels.kv_formats import EXACT, ON_A_CARD
 from blockdraft.models.config import AttentionConfig
 from blockdraft.models.rotary import inverse_frequencies
 from blockdraft.planner.plan import Plan
@@ -29,11 +29,8 @@ def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
         return
     paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
     if plan.draft_kv_dtype != EXACT or not all(_is_served(models, plan, spec) for spec in paged):
-        raise SettingsError(
-            f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: on a card, compressed keys "
-            "and values are served in bfloat16 so far, for heads of 64 or 128 values without a sliding "
-            "window, on Hopper or later, with the drafter's own exact. Use --kv-dtype auto, or --device cpu."
-        )
+        asked = f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}"
+        raise SettingsError(f"{asked}: {ON_A_CARD}.")
 
 
 def _is_served(models: LoadedPair, plan: Plan, spec: Paged) -> bool:

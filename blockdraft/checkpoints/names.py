@@ -130,7 +130,9 @@ def skipped(config: ModelConfig) -> list[str]:
     if config.ties_embeddings:
         patterns.append(r"(language_model\.)?lm_head\.weight")
     if "vision" in config.left_out:
-        patterns.append(r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\..*")
+        patterns.append(
+            r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|multi_modal_projector)\..*"
+        )
     if "audio" in config.left_out:
         patterns.append(r"(model\.)?(audio_tower|embed_audio)\..*")
     for index, layer in enumerate(config.layers):

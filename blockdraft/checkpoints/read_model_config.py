@@ -48,6 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "GptOssForCausalLM": "gpt_oss",
 }
 _OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
@@ -314,8 +316,9 @@ def _refuse_gemma_variants(fields: Fields) -> None:
     fields.refuse("rope_scaling")  # rope_parameters has the values for each kind of layer
     fields.refuse("partial_rotary_factor")
     fields.refuse("use_bidirectional_attention", "vision")  # between the tokens of an image only
-    # If the key is absent, transformers builds these embeddings with a width of 256.
-    width = fields.get("hidden_size_per_layer_input", int, 256)
+    # If the key is absent, transformers builds embeddings with a width of 256; a unified model has none.
+    is_unified = str(fields.raw.get("model_type")).startswith("gemma4_unified")
+    width = fields.get("hidden_size_per_layer_input", int, 0 if is_unified else 256)
     if width:
         raise fields.error(
             f"asks for hidden_size_per_layer_input = {width}: per-layer embeddings (Gemma 4 E2B and E4B) "

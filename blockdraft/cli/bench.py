@@ -42,15 +42,15 @@ SERVER_FLAGS = """
 --baseline URL: another server of the same model, without speculation
 --no-baseline: do not measure plain decoding
 --start COMMAND: start and measure this server: 'vllm serve NAME --port {port}'; {port} becomes a free port
---also-eager: also start our own server with --no-graphs, to compare the starts
+--also-eager: then measure our own server with --no-graphs too, to compare its start and its warm speed
 --start-timeout S: seconds a server may take to start (default: 1800)
 --timeout S: seconds a request may take (default: 600)
 """
 LOAD_FLAGS = """
 --workload NAMES...: prompts: a built-in class (code, reasoning, dialogue, prose, qa, json, long_code,
-  summarise), all of these (all), program (short prompt, long answer), a data set (gsm8k, math500, humaneval,
-  mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas or by
-  repeating (default: code,reasoning,dialogue,prose)
+  summarise), all of these (all), program or page (short prompt, long answer), a data set (gsm8k, math500,
+  humaneval, mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas
+  or by repeating (default: code,reasoning,dialogue,prose)
 --concurrency N,…: requests at a time (default: 1)
 --rate X: send X requests per second, instead of --concurrency
 --depth N,…: tokens of context before each prompt (default: 0)
@@ -67,7 +67,8 @@ LOAD_FLAGS = """
 --prompt-seed N: seed of prompts and arrival times (default: 0)
 --processes N: send requests from at most N processes (default: half of the cores)
 --no-headroom: skip the test of how fast this client can read (1 s per load)
---table NAME: measure the rows of a published table: z-lab, spark, forum or mt-bench
+--table NAME: measure the rows of a published table: z-lab, spark, forum, mt-bench or page
+  (one page of HTML, which is kept beside the report)
 """
 OUTPUT_FLAGS = """
 --out PATH: write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; 'none': no files)
@@ -135,12 +136,16 @@ def _options(args: argparse.Namespace) -> Options:
 
 async def _measure(args: argparse.Namespace, options: Options) -> int:
     """Run everything in the event loop. It handles signals, so a second one cannot interrupt the writing."""
+    from blockdraft.bench.kept_page import keep_page
     from blockdraft.bench.report import output_paths
 
     session = _session(args, options)
     paths = output_paths(args.out)
     report, outcome = await session.run()
     _show(report, paths, prints_json=args.prints_json)
+    if options.preset.keeps_page and paths:
+        page = paths[-1].with_name(f"{paths[-1].stem}-page.html")
+        print(keep_page(outcome.groups, page), file=sys.stderr)
     if outcome.is_stopped:
         return EXIT_INTERRUPT
     if outcome.failure is not None:
@@ -186,6 +191,8 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     forget_environment_settings()  # the child gets these settings as flags
     if "speculative" in options.arms_in_turn and not drafts(settings):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
+    if options.also_eager and not settings.graphs:
+        raise BenchError("--also-eager: this server runs without graphs already; add --graphs.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
     plain_settings = asked_otherwise(settings, **WITHOUT_DRAFTER)
     flags, plain = ([*flags_of(one), *python] for one in (settings, plain_settings))

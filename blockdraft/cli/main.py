@@ -19,7 +19,7 @@ from blockdraft.start.driver_warmup import ended_by_ctrl_c
 
 COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),
-    *("fetch", "models", "settings", "plan", "doctor", "kv", "prove", "replay"),
+    *("fetch", "models", "recipes", "settings", "plan", "doctor", "kv", "prove", "replay"),
 )
 ALIASES = {"run": "chat"}
 EXIT_ERROR = 2

@@ -119,7 +119,7 @@ def _agrees(question: str) -> bool:
 def _text(found: KnownModels) -> str:
     """Return families, supported pairs and unsupported pairs as text; empty parts are left out."""
     parts = [["Known families", *_family_lines(found.families)]] if found.families else []
-    for title, runs in (("Known pairs that run", True), ("Known pairs that do not run", False)):
+    for title, runs in (("Known pairs that run", True), ("Known pairs that do not run in our engine", False)):
         pairs = [pair for pair in found.pairs if pair.runs == runs]
         title = f"{title} (as of {found.date}; GB of bfloat16 weights, approximate)"
         parts += [[title, *_pair_lines(pairs)]] if pairs else []
@@ -150,6 +150,9 @@ def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
         yield f"  {target} ({known})" if known else f"  {target}"
         for pair, line in members:
             yield line
+            if pair.recipes:
+                how = "Recipes" if pair.runs else "Recipes, for another engine"
+                yield from _wrapped(f"{how}: {', '.join(pair.recipes)}.", " " * 6)
             if pair.refused:
                 yield from _wrapped(f"Refused: {pair.refused}.", " " * 6)
             yield from _wrapped(pair.notes, " " * 6)

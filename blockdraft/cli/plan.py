@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def problems_with(case: Case) -> list[Issue]:
     """List the known issues of this pair on this machine."""
-    target, draft = case.pair.target.stored.config, case.pair.draft
-    config = None if draft is None else draft.stored.config
+    target, draft = case.pair.target.stored.full_config, case.pair.draft
+    config = None if draft is None else draft.stored.full_config
     settings = with_drafter(case.settings)
     return check_settings(Combination(settings=settings, machine=case.machine, target=target, draft=config))
 
@@ -275,17 +275,19 @@ def published_lines(
     shows_all: bool,
     beside: Callable[[Expectation], str] = lambda run: "",
 ) -> Iterator[str]:
-    """Yield lines on the runs with one user and with the most users, or on all runs.
+    """Yield lines on the usual runs with one user and with the most users, or on all runs.
 
     `beside`: what to say of a run beside its numbers.
     """
     ends = {1, max((one.concurrency for one in expected), default=1)}
-    shown = [one for one in expected if shows_all or one.concurrency in ends]
+    usual = [one for one in expected if one.depth is None and one.kv is None]
+    shown = expected if shows_all else [one for one in usual if one.concurrency in ends]
     for one in shown:
         notes = f"; {one.notes}" if shows_all and one.notes else ""
         yield f"  published: {published_line(one)}{beside(one)} ({one.source}{notes})"
     if len(shown) < len(expected):
-        yield f"  published: {len(expected) - len(shown)} more runs with other numbers of users (--explain)"
+        more = f"{len(expected) - len(shown)} more runs with other numbers of users, contexts or caches"
+        yield f"  published: {more} (--explain)"
 
 
 def published_line(one: Expectation) -> str:
@@ -304,7 +306,8 @@ def published_line(one: Expectation) -> str:
         if number is not None
     ]
     width = "" if one.width is None else f"width {one.width}"
-    named = (one.workload, one.task, users, one.engine, one.quantization, width)
+    depth = "" if one.depth is None else f"{one.depth:,} tokens of context"
+    named = (one.workload, one.task, users, depth, one.engine, one.quantization, one.kv, width)
     about = ", ".join(part for part in named if part)
     return f"{about}: {', '.join(parts)}"
 

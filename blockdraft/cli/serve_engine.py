@@ -52,6 +52,8 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
         checked = check_to_print(settings, name, args.card)
+        if args.dry_run != "shell":
+            checked = checked.in_image()
         command = checked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
         for warning in checked.warnings:
             print(f"warning: {warning}", file=sys.stderr)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from blockdraft.cli import flags
 from blockdraft.cli.flags import HIDDEN, is_secret, masked, table
 from blockdraft.settings.merge import MergedSettings, merge_settings
-from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import SETTING_NAMES
 
 SUMMARY = "show every setting and where its value comes from"
@@ -22,7 +20,6 @@ USAGE = "blockdraft settings [MODEL] [flags]"
 
 FLAGS = """
 --changed: show only settings that differ from the default
---recipes: list the known recipes instead
 --json: print one JSON object instead of text
 """
 
@@ -34,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.recipes:
-        return _list_recipes(is_json=args.json)
     resolved = merge_settings(flags.given_settings(args))
     if args.json:
         print(json.dumps(as_json(resolved), indent=2))
@@ -70,16 +65,3 @@ def _value(resolved: MergedSettings, name: str) -> object:
     if name == "engine_env":
         return {key: HIDDEN if is_secret(key) else text for key, text in value}
     return masked(value) if name == "engine_args" else value
-
-
-def _list_recipes(*, is_json: bool) -> int:
-    recipes = [load_recipe(name) for name in recipe_names()]
-    if is_json:
-        shown = ("name", "title", "cards", "settings", "others", "excludes")
-        listed = [{name: asdict(one)[name] for name in shown} for one in recipes]
-        print(json.dumps({"recipes": listed}, indent=2))
-        return 0
-    rows = [(one.name, f"{one.title} ({', '.join(one.cards) or 'any card'})") for one in recipes]
-    for line in table(rows, indent=""):
-        print(line)
-    return 0

@@ -15,6 +15,16 @@ SCALE_BYTES = 2  # per vector
 SMALLEST_BLOCK = 8  # the fewest values to rotate together: fewer are not close to normal
 LARGEST_HEAD = 512
 
+# What engines have been tested with on a card.
+CARD_HEAD_DIMS = (64, 128)
+CARD_CAPABILITY = (9, 0)  # Hopper, and later
+CARD_PAGE = 16  # a page has a multiple of these tokens
+ON_A_CARD = (
+    "on a card, compressed keys and values are served in bfloat16 so far, for heads of 64 or 128 values "
+    "without a sliding window, on Hopper or later, with the drafter's own exact. Use --kv-dtype auto, or "
+    "--device cpu"
+)
+
 TILE = 64  # tokens that are compressed at a time; the first tile, which all queries read, stays exact
 WINDOW = 128  # the least number of tokens before a query that it reads exact
 WIDEST_BLOCK = 16

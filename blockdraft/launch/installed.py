@@ -11,6 +11,8 @@ from pathlib import Path
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, TITLES
+from blockdraft.launch.launch_request import SPARK
+from blockdraft.machine.machine import read_machine
 from blockdraft.settings.settings import child_environment
 
 ASK_S = 60.0  # limit for a Python to report its packages; a cold disk takes seconds
@@ -103,4 +105,10 @@ def _advice(engine: str, *, python: str | None) -> str:
     pip = "python -m venv ~/engine && ~/engine/bin/pip" if python is None else f"{python} -m pip"
     where = " and add --engine-python ~/engine/bin/python" if python is None else ""
     package = f"{engine}=={NEWEST[engine]}"
+    if engine == "vllm" and any(gpu.capability == SPARK for gpu in read_machine().gpus):
+        return (
+            "published builds lack fp8 and NVFP4 kernels for this card (GB10). Print commands that build it "
+            "with container/Containerfile --target spark (--dry-run docker), or for other weights run "
+            f"'{pip} install {package}'{where}."
+        )
     return f"run '{pip} install {package}'{where}, or print a container's command with --dry-run docker."

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from blockdraft.checkpoints.model_folder import ModelFolder
-from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
+from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
@@ -176,17 +176,6 @@ def _draft_layout(found: Combination) -> str | None:
     return "speculators" if "speculator." in name else "z-lab" if name.startswith("z-lab/") else None
 
 
-def _draft_kind(found: Combination) -> str | None:
-    if found.draft is None:
-        name = (found.settings.draft or "").lower()
-        return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
-    kind = found.draft.get("speculators_model_type") or draft_kind(found.draft)
-    if isinstance(kind, str):
-        return kind
-    names = found.draft.get("architectures")
-    return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
-
-
 def _draft_has_windows(found: Combination) -> bool:
     config = found.draft or {}
     inner = config.get("transformer_layer_config")
@@ -212,6 +201,15 @@ def _width_beyond_block(found: Combination) -> int:
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
+def _is_step_below_rows(found: Combination) -> bool:
+    """Return whether a step holds fewer tokens than the blocks of all requests; False if one is unknown."""
+    settings = found.settings
+    rows, width, step = settings.max_num_seqs, settings.width, settings.max_prefill_tokens
+    if width == "auto":
+        width = 0 if found.draft is None else draft_block(found.draft)
+    return rows != "auto" and step != "auto" and rows * width > step
+
+
 def _has_flash_attention(found: Combination) -> bool:
     """Return whether FlashAttention is set for the target or the drafter."""
     names = (found.settings.attention_backend, found.settings.draft_attention_backend)
@@ -226,12 +224,13 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "kernel": lambda found: found.machine and found.machine.kernel,
     "speculates": lambda found: found.drafter is not None,
     "draft_layout": _draft_layout,
-    "draft_kind": _draft_kind,
+    "draft_kind": lambda found: found.draft_kind,
     "draft_quantised": lambda found: _quantization(found.draft) is not None,
     "draft_windows": _draft_has_windows,
     "context_past_draft": _is_context_past_draft,
     # A block plus one is published (RedHatAI's Gemma 4 with 8): vLLM does not count the anchor.
     "width_past_block": lambda found: _width_beyond_block(found) > 1,
+    "draft_rows_past_step": _is_step_below_rows,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
     **{name: attrgetter(f"settings.{name}") for name in _SETTINGS},
     "flash_attention": _has_flash_attention,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import EngineVersion, read_version
 from blockdraft.machine.cards import Capability
@@ -20,6 +20,7 @@ TRUST_FLAG = "--trust-remote-code"  # both engines have this flag
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 OUR_KV_DTYPES = ("tq4", "tq4v3")
+OTHER_KINDS = {"DSpark": "dspark", "LiLiCorr": "lilicorr", "XPress": "xpress"}  # by architecture
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -37,6 +38,7 @@ class Command:
     port: int  # on 127.0.0.1
     image: str | None = None  # the container image, for `docker run` and compose
     build: str | None = None  # the target of container/Containerfile that makes the image
+    source: str = ""  # what that target builds: a release, and pull requests to merge
     mounts: tuple[str, ...] = ()  # folders to mount in the container
 
 
@@ -60,6 +62,18 @@ class Combination:
         name = self.settings.draft
         assert name not in ("auto", DFLASH2), "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
+
+    @property
+    def draft_kind(self) -> str | None:
+        """Return the drafter's kind, by config.json or else by its name; None if neither says it."""
+        if self.draft is None:
+            name = (self.settings.draft or "").lower()
+            return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
+        kind = self.draft.get("speculators_model_type") or draft_kind(self.draft)
+        if isinstance(kind, str):
+            return kind
+        names = str(self.draft.get("architectures"))
+        return next((kind for part, kind in OTHER_KINDS.items() if part in names), "dflash")
 
     @property
     def capability(self) -> Capability | None:
@@ -179,7 +193,7 @@ def write_command(
     settings, written = order.settings, _arguments(flags)
     version, build = order.version, None
     if version.engine == "vllm" and version.carried and not (order.is_cpu or version.is_nightly):
-        build = "spark" if order.capability == SPARK else "vllm"  # a release with merged pull requests
+        build = "spark" if order.capability == SPARK or version.has_spark_kernels else "vllm"
     built = f"blockdraft-{version.engine}:{version.text.replace('+', '-')}"
     is_published = not (order.is_cpu or version.carried)
     files = (settings.model, settings.draft, settings.chat_template)
@@ -191,6 +205,7 @@ def write_command(
         port=order.port,
         image=built if build else image if is_published else None,
         build=build,
+        source=version.source,
         mounts=tuple(name for name in files if name and name[0] == "/"),  # paths, not hub ids
     )
 

@@ -36,7 +36,7 @@ _PATTERNS = {
         ("compile", r"(?P<detail>Dynamo bytecode transform time: [\d.]+ s)"),
         ("compile", r"(?P<detail>Compiling a graph for .* takes [\d.]+ s)"),
         ("compile", r"Directly load (?:the compiled graph|AOT compilation)"),
-        ("capture", rf"Capturing CUDA graphs[^:]*:\s+{_PERCENT}"),
+        ("capture", rf"Capturing (?:[\w -]+ )?CUDA graphs[^:]*:\s+{_PERCENT}"),
         ("capture", r"(?P<detail>Graph capturing finished in \d+ secs)"),
         (None, r"(?P<detail>KV cache size: [\d,]+ tokens)"),
     ),

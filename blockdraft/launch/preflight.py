@@ -27,6 +27,12 @@ from blockdraft.settings.model_source import find_source
 from blockdraft.settings.recipe import check_recipe_card, load_recipe, recipe_cards
 from blockdraft.settings.settings import Settings
 
+SPARK_WHEELS = "gb10-wheels"  # of issues.toml
+BUILT_FIRST = (
+    "published images of vLLM lack fp8 and NVFP4 kernels for capability 12.1 (GB10): one that has them is "
+    "built first, from source. Nobody has built it on a DGX Spark yet: please report"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedLaunch:
@@ -53,6 +59,15 @@ class CheckedLaunch:
                 draft=self.draft,
             )
         )
+
+    def in_image(self) -> CheckedLaunch:
+        """Return the launch in a container; its image is built if published ones lack the card's kernels."""
+        findings = tuple(finding for finding in self.findings if finding.id != SPARK_WHEELS)
+        version = read_version(self.settings.engine, self.settings.engine_version)
+        if findings == self.findings or version.is_nightly:  # of a nightly there is no tag to build
+            return self
+        settings = asked_otherwise(self.settings, engine_version=version.with_spark_kernels())
+        return replace(self, settings=settings, findings=findings, warnings=(*self.warnings, BUILT_FIRST))
 
     def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
         """Return the launch on this machine. A random API key excludes other users of the machine."""
@@ -161,7 +176,7 @@ def _checked(
 ) -> CheckedLaunch:
     if target is not None and draft is not None:
         check_stored(target, draft)
-    configs = (None if target is None else target.config, None if draft is None else draft.config)
+    configs = (None if target is None else target.full_config, None if draft is None else draft.full_config)
     asked = Combination(settings=settings, machine=machine, target=configs[0], draft=configs[1])
     findings = check_settings(asked)
     refuse(findings)

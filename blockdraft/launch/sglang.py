@@ -1,8 +1,8 @@
 """Writes SGLang's command: `sglang serve` and its environment, for 0.5.23.
 
-SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It accepts API keys only as
-arguments, which all users of the machine can read. So SGLang gets no key and listens only on this machine;
-our server checks the clients' key.
+SGLang counts the anchor, of DSpark drafters too: width 16 is --speculative-num-draft-tokens 16. It accepts
+API keys only as arguments, which all users of the machine can read. So SGLang gets no key and listens only on
+this machine; our server checks the clients' key.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _speculation(order: LaunchRequest) -> Flags:
     if drafter is None:
         return []
     return [
-        ("--speculative-algorithm", "DFLASH"),
+        ("--speculative-algorithm", "DSPARK" if order.draft_kind == "dspark" else "DFLASH"),
         ("--speculative-draft-model-path", drafter),
         ("--speculative-num-draft-tokens", order.width),
         ("--speculative-draft-attention-backend", _backend(order, "draft_attention_backend")),

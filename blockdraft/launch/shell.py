@@ -12,7 +12,9 @@ from blockdraft.launch.launch_request import Command
 
 # The container's home for any user. Downloads and compiled kernels in it outlive the container.
 HOME = "/cache"
-CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
+HUB = ".cache/huggingface"
+CACHES = (HUB, ".cache/vllm", ".cache/flashinfer", ".triton")
+VOLUME = "blockdraft-vllm"  # caches of images that container/Containerfile builds
 CONTAINERFILE = "container/Containerfile"
 BREAK = " \\\n  "
 SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # endings of variables with secrets
@@ -36,7 +38,8 @@ def docker_run(command: Command) -> str:
     """Return `docker run` of the command, with the card, this machine's network and the caches."""
     image = _image(command)
     options = ["docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1:-1"]
-    options += [f'-v "{volume}"' for volume in _caches(home="$HOME")]
+    options += [] if command.build is None else ['--user "$(id -u):$(id -g)"']
+    options += [f'-v "{volume}"' for volume in _caches(command, home="$HOME")]
     options += [f"-v {shlex.quote(volume)}" for volume in _folders(command)]
     # For `-e NAME` without a value, Docker takes the value from its own environment.
     options += [
@@ -48,17 +51,19 @@ def docker_run(command: Command) -> str:
     if command.build is None:
         return run
     build = [f"docker build -f {CONTAINERFILE} --target {command.build}"]
-    build += [f"--build-arg VLLM_VERSION={command.version}", f"-t {image} ."]
-    return f"# in a checkout of blockdraft\n{BREAK.join(build)} &&\n{run}"
+    build += [f"--build-arg VLLM_VERSION={command.source}", f"-t {image} ."]
+    folder = f'mkdir -p "$HOME/{HUB}"'  # docker would make it, for root alone
+    return f"# in a checkout of blockdraft\n{BREAK.join(build)} &&\n{folder} &&\n{run}"
 
 
 def compose(command: Command) -> str:
     """Return a compose file with one service. Every value is JSON, which is also YAML."""
     image = _image(command)
     head, *rest = command.argv
-    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
+    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.source)}}}"
     build = f"{{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"
     lines = [
+        *([] if command.build is None else [f"# in a checkout of blockdraft; user 1000 writes to ~/{HUB}"]),
         "services:",
         f"  {command.engine}:",
         f"    image: {json.dumps(image)}",
@@ -70,7 +75,7 @@ def compose(command: Command) -> str:
         "    ipc: host",
         "    ulimits: {memlock: -1}",
         "    volumes:",
-        *(f"      - {json.dumps(volume)}" for volume in _caches(home="${HOME}")),
+        *(f"      - {json.dumps(volume)}" for volume in _caches(command, home="${HOME}")),
         *(f"      - {_literal(volume)}" for volume in _folders(command)),
         "    environment:",
         *(f"      {name}: {_value(name, value)}" for name, value in _inside(command)),
@@ -78,6 +83,7 @@ def compose(command: Command) -> str:
         "      resources:",
         "        reservations:",
         "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
+        *([] if command.build is None else ["volumes:", f"  {VOLUME}: {{}}"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -104,7 +110,9 @@ def _inside(command: Command) -> list[tuple[str, str]]:
     return sorted({"HOME": HOME, **command.env}.items())
 
 
-def _caches(*, home: str) -> list[str]:
+def _caches(command: Command, *, home: str) -> list[str]:
+    if command.build is not None:
+        return [f"{VOLUME}:{HOME}", f"{home}/{HUB}:{HOME}/huggingface"]
     return [f"{home}/{name}:{HOME}/{name}" for name in CACHES]
 
 

@@ -250,7 +250,7 @@ class Supervisor:
                 self.version = version
                 break
         asked = self.launch.command.version
-        # The first two numbers must agree: 0.32.1 takes the flags of 0.32.
+        # The first two numbers must agree: 0.33.1 takes the flags of 0.33.
         if self.version is not None and self.version.split(".")[:2] != asked.split(".")[:2]:
             flags = f"its flags were written for {asked}: set --engine-version"
             self.startup.warn(f"this is {self.title} {self.version}, and {flags}.")

@@ -1,13 +1,12 @@
-"""Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
+"""Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.33.
 
 vLLM does not count the anchor: width 16 is num_speculative_tokens 15. This module refuses settings that a
 version has no flag for; `issues` lists settings that vLLM accepts but handles wrongly. The flags are those of
-the wheels on PyPI, 0.19.0 to 0.32.0.
+the wheels on PyPI, 0.19.0 to 0.33.0.
 """
 
 from __future__ import annotations
 
-from blockdraft.checkpoints.read_draft_config import draft_kind
 from blockdraft.launch.launch_request import TRUST_FLAG, Command, Flags, LaunchRequest, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
@@ -101,7 +100,7 @@ def _speculation(order: LaunchRequest) -> Flags:
             "0.19.1rc1.dev110 (https://github.com/vllm-project/vllm/pull/36847)",
         )
     config: dict[str, object] = {
-        "method": "dspark" if order.draft is not None and draft_kind(order.draft) == "dspark" else "dflash",
+        "method": "dspark" if order.draft_kind == "dspark" else "dflash",
         "model": drafter,
         "num_speculative_tokens": order.width - 1,
         "attention_backend": _draft_backend(order),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blockdraft.checkpoints.on_disk import stored_models
-from blockdraft.settings.recipe import Expectation
+from blockdraft.settings.recipe import Expectation, recipes_by_drafter
 
 FILE = Path(__file__).with_name("known_pairs.toml")
 TABLES = Path(__file__).with_name("published_tables.toml")
@@ -67,6 +67,11 @@ class KnownPair:
         return _gigabytes(self.target_billions)
 
     @property
+    def recipes(self) -> tuple[str, ...]:
+        """Return the names of the recipes with this drafter, of any checkpoint of the target."""
+        return recipes_by_drafter().get(self.drafter, ())
+
+    @property
     def draft_gb(self) -> float | None:
         return _gigabytes(self.draft_billions)
 
@@ -82,7 +87,7 @@ class KnownModels:
 
     def as_json(self) -> dict[str, object]:
         """Return the models as plain values, including the properties."""
-        derived = ("runs", "target_gb", "draft_gb")
+        derived = ("runs", "target_gb", "draft_gb", "recipes")
         pairs = [asdict(pair) | {name: getattr(pair, name) for name in derived} for pair in self.pairs]
         return asdict(self) | {"pairs": pairs}
 

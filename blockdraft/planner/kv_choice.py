@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import LayerSpec, Paged, compressed
+from blockdraft.cache.spec import LayerSpec, Paged, Windowed, compressed
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.kv_formats import BITS, EXACT, ROTATED, WIDEST_BLOCK, check_format, exact_tokens
+from blockdraft.kernels.kv_formats import (
+    BITS,
+    CARD_CAPABILITY,
+    CARD_HEAD_DIMS,
+    CARD_PAGE,
+    EXACT,
+    ON_A_CARD,
+    ROTATED,
+    WIDEST_BLOCK,
+    check_format,
+    exact_tokens,
+)
+from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.mtp_config import AnyDraftConfig
 
@@ -85,6 +97,18 @@ def kv_choice(
             f"before they are verified: use --kv-window {least} or more."
         )
     return choice
+
+
+def check_on_card(kv: KvChoice, dtype: str, model: ModelConfig, machine: Machine) -> None:
+    """Raise SettingsError for compressed keys and values that a start would refuse on this card."""
+    capability = machine.gpus[0].capability if machine.gpus else None
+    if not kv.is_compressed or capability is None:
+        return
+    paged = [spec for spec in model.layer_specs() if isinstance(spec, Paged)]
+    served = all(spec.head_dim in CARD_HEAD_DIMS and not isinstance(spec, Windowed) for spec in paged)
+    is_tested = dtype == "bfloat16" and kv.asked.page_size % CARD_PAGE == 0 and capability >= CARD_CAPABILITY
+    if not (served and is_tested and kv.draft == EXACT):
+        raise SettingsError(f"kv_dtype = {kv.target}, draft_kv_dtype = {kv.draft}: {ON_A_CARD}.")
 
 
 def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:

@@ -133,10 +133,11 @@ def spread(report: Report) -> float | None:
 def times_estimate(report: Report, run: Expectation) -> tuple[float | None, float | None]:
     """Return a published run's tok/s without and with the drafter, as times our estimate for the same load.
 
-    None: the run has no such number, or is of another engine, format or width.
+    None: the run has no such number, or is of another engine, format, width, context or cache.
     """
     case, fit = report.case, report.fit
     is_same = (run.width or case.pair.block) == fit.width and _has_format(case, run)
+    is_same = is_same and run.depth is None and run.kv is None
     if run.engine != case.settings.engine or run.engine == "native" or not is_same:
         return None, None
     context = min(TYPICAL_CONTEXT, fit.max_model_len)

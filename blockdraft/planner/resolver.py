@@ -26,7 +26,7 @@ from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
-from blockdraft.planner.kv_choice import KvChoice, KvRequest, kv_choice
+from blockdraft.planner.kv_choice import KvChoice, KvRequest, check_on_card, kv_choice
 from blockdraft.planner.plan import (
     ASKED,
     CACHE_HOLDS,
@@ -203,6 +203,8 @@ class _Resolver:
         width, block = self._width()
         asked = KvRequest(settings.kv_dtype, settings.draft_kv_dtype, settings.kv_window, settings.page_size)
         kv = kv_choice(asked, dtype, model, self.draft, block)
+        if not self.is_cpu:
+            check_on_card(kv, dtype, model, self.machine)
         self.reasons |= kv.reasons
         overlap = take("overlap", (False, NO_GAIN), (True, "it hides the host's work"))
         defaults = ((256, "the default on a CPU"), (2048, "the default on a GPU"))

@@ -67,6 +67,14 @@ class Stored:
         return "GGUF" if is_gguf and any(size.is_packed for size in self.sizes.values()) else None
 
     @property
+    def full_config(self) -> Mapping[str, object]:
+        """Return config.json, with the quantisation of hf_quant_config.json if it has none itself."""
+        own = None if self.quant_file is None else self.quant_file.get("quantization")
+        if not isinstance(own, Mapping) or _quantization_sections(self.config):
+            return self.config
+        return {**self.config, "quantization_config": {"quant_method": "modelopt", **own}}
+
+    @property
     def sizes(self) -> Mapping[str, Size]:
         return self.tensors or {}
 

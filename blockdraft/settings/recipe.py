@@ -35,11 +35,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import FAMILIES, Card, card_by_key, card_hint, family_of
+from blockdraft.machine.cards import FAMILIES, Capability, Card, card_by_key, card_hint, family_of
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.settings.settings import CHOICES, FORMER_NAMES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
 
@@ -71,6 +72,8 @@ class Expectation:
     quantization: str | None = (
         None  # the weights' format (fp8: at load); None: as the checkpoint is published
     )
+    depth: int | None = None  # tokens of context before the prompt
+    kv: str | None = None  # how keys and values are kept, if not as they are computed
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None  # without a drafter
     tokens_per_step: float | None = None  # including the target's own token
@@ -112,13 +115,23 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
+@cache
+def recipes_by_drafter() -> Mapping[object, tuple[str, ...]]:
+    """Return the names of the known recipes with each drafter."""
+    found: dict[object, tuple[str, ...]] = {}
+    for name in recipe_names():
+        drafter = load_recipe(name).settings.get("draft")
+        found[drafter] = (*found.get(drafter, ()), name)
+    return found
+
+
 def load_recipe(name: str) -> Recipe:
     """Load a known recipe by name, or a recipe by path. A path contains a slash or ends with .toml."""
     path = Path(name).expanduser()
     if "/" not in name and path.suffix != ".toml":
         path = FOLDER / f"{name}.toml"
         if not path.is_file():
-            known = f": known are {', '.join(recipe_names())}; or give a path such as ./my.toml."
+            known = ": `blockdraft recipes` lists the known ones; or give a path such as ./my.toml."
             raise SettingsError(f"there is no recipe '{name}'{suggestion(name, recipe_names()) or known}")
     try:
         text = path.read_text(encoding="utf-8")
@@ -284,21 +297,27 @@ def check_recipe_card(name: str | None, model: str, device: str, machine: Machin
         return ()
     recipe, gpu = load_recipe(name), machine.gpus[0]
     family = family_of(gpu.capability) or "of no family that we know"
-    named = {family, *([] if gpu.card is None else [gpu.card.key])}
+    key = None if gpu.card is None else gpu.card.key
     is_own_model = model == recipe.settings.get("model")  # the reasons are about the recipe's model
     for exclusion in recipe.excludes if is_own_model else ():
-        if named.intersection(exclusion.cards):
+        if family in exclusion.cards or key in exclusion.cards:
             where = f"{_title(gpu)} ({family.capitalize()})"
             raise SettingsError(f"recipe '{recipe.name}' will not work on {where}: {exclusion.why}.")
-    cards = recipe_cards(recipe)
-    as_good = (
-        card.key in named or (gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes)
-        for card in cards
-    )
-    if not cards or any(as_good):
+    if _suits(recipe, key, gpu.capability, gpu.memory_bytes):
         return ()
-    titles = ", ".join(card.title for card in cards)
+    titles = ", ".join(card.title for card in recipe_cards(recipe))
     return (f"recipe '{recipe.name}' is for {titles}: nobody has reported it to run on {_title(gpu)}",)
+
+
+def is_for_card(recipe: Recipe, card: Card) -> bool:
+    """Return whether the recipe names this card, or one of its capability with no more memory, or no card."""
+    return _suits(recipe, card.key, card.capability, card.memory_bytes)
+
+
+def _suits(recipe: Recipe, key: str | None, capability: Capability, memory_bytes: int) -> bool:
+    cards = recipe_cards(recipe)
+    as_good = (capability == card.capability and memory_bytes >= card.memory_bytes for card in cards)
+    return not cards or key in recipe.cards or any(as_good)
 
 
 def recipe_cards(recipe: Recipe) -> list[Card]:

@@ -150,7 +150,9 @@ class Settings:
     trust_remote_code: bool = _launched(
         False, "let vllm or sglang run Python code from the checkpoint; read that code first"
     )
-    recipe: str | None = _setting(None, "settings from a file: the name of a known recipe, or a path")
+    recipe: str | None = _setting(
+        None, "settings from a file: a name that `blockdraft recipes` lists, or a path"
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -33,6 +33,7 @@ class Script:
     num_thoughts: int = 0  # of the chunks, the first ones
     thought_fields: tuple[str, ...] = ("reasoning_content",)
     num_tool_calls: int = 0  # of the chunks, the last ones
+    text: str | None = None  # of each chunk; None: w0, w1, ...
     histogram: tuple[int, ...] | None = None  # steps by number of accepted drafts
     extra: dict | None = None  # fields of the last chunk
     has_usage: bool = True
@@ -110,7 +111,7 @@ class Stub:
             if script.failure not in (None, "no done", "no finish") and number == script.fails_at:
                 return await self._fail(request, response, script)
             await asyncio.sleep(max(0.0, start_s + script.ttft_s + number * script.gap_s - loop.time()))
-            await _send(response, _chunk(body, script, number, f"w{number} "), script)
+            await _send(response, _chunk(body, script, number, script.text or f"w{number} "), script)
         cached = self._cached(body)
         for chunk in _last_chunks(body, script, cached):
             await _send(response, chunk, script)

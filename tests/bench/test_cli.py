@@ -190,6 +190,31 @@ def test_a_table_decides_what_no_flag_says(stub, capsys):
     assert "AEON-7/vllm-dflash" in " ".join(found["notes"])
 
 
+PAGE = "<!DOCTYPE html>\n<html><canvas></canvas></html>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept", "said"),
+    [
+        (f"Here it is:\n```html\n{PAGE}\n```\nOpen it.", f"{PAGE}\n", "written: x-page.html\n"),
+        (f"Sure.\n{PAGE} Enjoy.", PAGE, "written: x-page.html\n"),
+        ("```html\n<!DOCTYPE html>\n<html><can", "<!DOCTYPE html>\n<html><can", "which is cut: give more"),
+        ("I would rather not.", None, "no page was kept: no answer has one."),
+    ],
+)
+def test_the_page_of_a_table_of_one_page_is_kept(capsys, answer, kept, said):
+    stub = Stub(Script(num_chunks=1, text=answer))
+    with stub.running():
+        assert bench(stub.url, "--table", "page") == 0
+    told = capsys.readouterr()
+    assert said in told.err
+    assert re.search(r"A whole page *\n", told.out)
+    assert "canvas" in stub.bodies[-1]["messages"][-1]["content"]
+    page = Path("x-page.html")
+    assert (page.read_text() if page.exists() else None) == kept
+    assert report()["cells"][0]["asked"]["max_tokens"] == 8192
+
+
 def test_the_baseline_is_a_second_server():
     first = Stub(Script(num_chunks=4, gap_s=0.005, histogram=(0, 0, 2)))
     second = Stub(Script(num_chunks=4, gap_s=0.03))
@@ -298,6 +323,7 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
             ["--arms", "plain,speculative", "--model", "some/model"],
             "--arms plain,speculative: no drafter is known for 'some/model': give --draft.",
         ),
+        (["--also-eager", "--no-graphs"], "this server runs without graphs already; add --graphs"),
         (["URL", "--also-eager"], "--also-eager is for our own server, not for 127.0.0.1:"),
         (["URL", "--start", "x {port}"], "--start starts a server, but 127.0.0.1:"),
         (["--start", "x {port}", "--width", "4"], "--width is for our own server, not for the server of"),
@@ -550,7 +576,7 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
     assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--also-eager") == 0
     found = report()
     check_pair(found, num=4)
-    eager, usual = found["startup"]
+    usual, eager = found["startup"]
     assert (eager["label"], usual["label"]) == ("blockdraft serve --no-graphs", "blockdraft serve")
     for start, captures in ((eager, []), (usual, ["capture"] if HAS_KERNELS else [])):
         phases = {phase["name"]: phase["seconds"] for phase in start["phases"]}
@@ -560,10 +586,13 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
         assert phases["process and imports"] > 0
         assert 0 < start["first_ttft_s"] <= start["first_latency_s"]  # one step may be all of an answer
     assert usual["first_ttft_s"] == found["warmup"]["first_ttft_s"]
+    assert [one["arm"] for one in found["graph_gains"]] == ["speculative", "plain"]
+    assert all(one["gain"]["tokens_per_s"]["value"] > 0 for one in found["graph_gains"])
     assert found["endpoint"]["drafter_hash"]
     assert found["endpoint"]["drafter_kind"] == "DFlash"
     said = capsys.readouterr()
     assert "Greedy answers with and without speculation: 4 of 4 equal." in said.out
+    assert "Warm, without CUDA graphs and with them" in said.out
     assert not any(
         KEY in text for text in (said.out, said.err, *(Path(f"x{end}").read_text() for end in SUFFIXES))
     )

@@ -49,5 +49,5 @@ def test_limits_of_answers_are_the_flags_or_the_tables(given, limit, limits):
 def test_an_unknown_table_gets_a_suggestion():
     with pytest.raises(BenchError, match="unknown table 'zlab': did you mean 'z-lab'"):
         find_preset("zlab")
-    with pytest.raises(BenchError, match="one of z-lab, spark, forum, mt-bench"):
+    with pytest.raises(BenchError, match="one of z-lab, spark, forum, mt-bench, page"):
         find_preset("xyzzy")

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from blockdraft.bench.published import published_tables
@@ -69,6 +70,18 @@ def test_without_a_table_several_runs_are_shown_and_one_is_not():
     assert published_tables(report(speculative())) == []
     (sheet,) = published_tables(report(*arms(4), *arms(4)))
     assert [row[0] for row in sheet.rows] == ["code, speculative", "code, plain"]
+
+
+def test_a_server_without_graphs_is_set_beside_the_usual_one_warm():
+    eager = [speculative(1.25), *arms(4, gain=1.0)[1:]]
+    both = build(arms(4, gain=1.0), eager=eager, **facts(options={"seed": 1, "table": None}))
+    (sheet,) = published_tables(both)
+    assert [row[:2] for row in sheet.rows] == [("code at 1", "speculative"), ("code at 1", "plain")]
+    gains = [one["gain"]["tokens_per_s"] for one in both["graph_gains"]]
+    assert [gain["value"] for gain in gains] == [pytest.approx(1.25), pytest.approx(1.0)]
+    assert all(low <= gain["value"] <= high for gain in gains for low, high in [gain["interval"]])
+    assert sheet.rows[0][-1].startswith("1.25")
+    assert [cell["arm"] for cell in both["cells"]] == ["speculative", "plain"]  # the eager ones are no cells
 
 
 def test_published_tables_fit_eighty_columns():

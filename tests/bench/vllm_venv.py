@@ -11,9 +11,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from filelock import FileLock
 from packaging.requirements import Requirement
-
-from blockdraft.settings.settings import cache_dir
 
 VARIABLE = "BLOCKDRAFT_TEST_VLLM"
 VERSION = "0.32.0"
@@ -31,15 +30,17 @@ def vllm_python():
 
 
 def python_of(given, name, install):
-    """`given`, or where that is "1" the Python of `name` in our cache folder, made by `install` and kept."""
+    """`given`, or where that is "1" the Python of `name` in the user's cache folder, which `install` made."""
     if given != "1":
         return Path(given)
-    folder = cache_dir() / name
+    folder = Path(os.environ["BLOCKDRAFT_TEST_CACHE"]) / name
     python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install(python)
-        (folder / "complete").touch()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # of the processes of a run, one makes it
+        if not (folder / "complete").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            install(python)
+            (folder / "complete").touch()
     return python
 
 

@@ -26,6 +26,7 @@ FAST = (  # a model of every layout
     "meta-llama/Llama-3.1-8B-Instruct",
     "Qwen/Qwen3.5-35B-A3B",
     "google/gemma-4-26B-A4B-it",
+    "google/gemma-4-12B-it",
     "openai/gpt-oss-20b",
 )
 
@@ -49,7 +50,8 @@ def num_parameters(tensors):
 
 def is_aside(name):
     """Parts that text generation does not need."""
-    return name.startswith(("model.visual.", "model.vision_tower.", "model.embed_vision."))
+    parts = ("visual", "vision_tower", "vision_embedder", "embed_vision", "embed_audio")
+    return name.startswith(tuple(f"model.{part}." for part in parts))
 
 
 @pytest.mark.slow

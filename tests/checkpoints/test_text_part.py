@@ -6,6 +6,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -15,7 +17,17 @@ from transformers import (
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from tests.models.checkpoints import bench_of, randomise, write_tokenizer
-from tests.models.families import BASE, GEMMA, GEMMA_MOE, HYBRID, MOE, PARTIAL, SHARED_EXPERT, widen
+from tests.models.families import (
+    BASE,
+    GEMMA,
+    GEMMA_MOE,
+    GEMMA_UNIFIED,
+    HYBRID,
+    MOE,
+    PARTIAL,
+    SHARED_EXPERT,
+    widen,
+)
 
 NUM_WORDS = 90  # tokens above mark pictures and sounds
 QWEN_VISION = {
@@ -60,8 +72,13 @@ AUDIO = {
         "output_proj_dims": 16,
     }
 }
+UNIFIED_PARTS = GEMMA_PARTS | {
+    "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "patch_size": 2, "pooling_kernel_size": 2},
+    "audio_config": {},
+}
 HYBRID_TEXT = {**BASE, **HYBRID, "rope_parameters": PARTIAL}
 GEMMA_TEXT = {**BASE, **GEMMA, "pad_token_id": 0, "use_bidirectional_attention": "vision"}
+UNIFIED_TEXT = {**BASE, **GEMMA_UNIFIED, "pad_token_id": 0, "use_bidirectional_attention": "vision"}
 
 # name -> class, config, the parts that are not text
 CASES = {
@@ -88,6 +105,11 @@ CASES = {
             audio_config=None,
         ),
         "vision",
+    ),
+    "gemma4 unified": (
+        Gemma4UnifiedForConditionalGeneration,
+        lambda: Gemma4UnifiedConfig(text_config=UNIFIED_TEXT, **UNIFIED_PARTS),
+        "vision and audio",
     ),
 }
 
@@ -157,7 +179,10 @@ def test_text_gets_the_logits_of_the_whole_model_and_the_other_parts_stay(case):
     is_tied = case.hf.config.tie_word_embeddings
     assert ("lm_head.weight" in names) is not is_tied
     assert (models.target.head is None) is is_tied
-    parts = {"vision": ("model.visual.", "model.vision_tower."), "audio": ("model.audio_tower.",)}
+    parts = {
+        "vision": ("model.visual.", "model.vision_tower.", "model.vision_embedder."),
+        "audio": ("model.audio_tower.", "model.embed_audio."),
+    }
     for part in case.left_out.split(" and "):
         assert any(name.startswith(parts[part]) for name in names)
     assert f"text only: the {case.left_out} part of {case.folder} is not loaded" in lines

@@ -27,7 +27,7 @@ def git(folder, *words):
 
 def change(folder, text, *, branch=None):
     if branch is not None:
-        git(folder, "checkout", "-q", "-b", branch, "v0.32.0")
+        git(folder, "checkout", "-q", "-b", branch, "v0.33.0")
     (folder / "file").write_text(text)
     git(folder, "commit", "-qam", text.strip()[:20])
 
@@ -41,7 +41,7 @@ def repository(tmp_path_factory):
     (folder / "file").write_text("one\n\n\n\ntwo\n")
     git(folder, "add", "file")
     git(folder, "commit", "-qm", "release")
-    git(folder, "tag", "v0.32.0")
+    git(folder, "tag", "v0.33.0")
     for number, text in ((7, "seven\n\n\n\ntwo\n"), (8, "one\n\n\n\neight\n"), (9, "nine\n\n\n\ntwo\n")):
         change(folder, text, branch=f"branch{number}")
         git(folder, "update-ref", f"refs/pull/{number}/head", "HEAD")
@@ -77,10 +77,10 @@ def install(repository, tmp_path):
 
 
 def test_a_release_is_a_wheel(install):
-    done, calls, noted = install("0.32.0")
+    done, calls, noted = install("0.33.0")
     assert done.returncode == 0, done.stderr
-    assert calls == [[["install", "vllm==0.32.0"], None, None]]
-    assert noted == "0.32.0"
+    assert calls == [[["install", "vllm==0.33.0"], None, None]]
+    assert noted == "0.33.0"
 
 
 def test_a_nightly_is_their_index_and_says_its_own_version(install):
@@ -92,7 +92,7 @@ def test_a_nightly_is_their_index_and_says_its_own_version(install):
 @pytest.mark.parametrize(
     ("version", "built", "noted"),
     [
-        ("0.32.0+pr7.pr8", "seven\n\n\n\neight\n", "0.32.0+pr7.pr8"),
+        ("0.33.0+pr7.pr8", "seven\n\n\n\neight\n", "0.33.0+pr7.pr8"),
         ("main", "main\n\n\n\ntwo\n", "0.33.0.dev1"),
         ("refs/pull/9/head", "nine\n\n\n\ntwo\n", "0.33.0.dev1"),
     ],
@@ -105,10 +105,21 @@ def test_what_git_names_is_built_with_published_kernels(install, tmp_path, versi
     assert not (tmp_path / "vllm-source").exists()
 
 
-def test_own_kernels_are_built_from_the_release(install):
-    _, calls, noted = install("0.32.0", KERNELS="own")
-    assert [call[1:] for call in calls] == [["one\n\n\n\ntwo\n", None]]
-    assert noted == "0.32.0"
+@pytest.mark.parametrize(
+    ("version", "built", "noted"),
+    [
+        ("0.33.0", "one\n\n\n\ntwo\n", "0.33.0+pr38484"),
+        ("0.33.0+pr38484", "one\n\n\n\ntwo\n", "0.33.0+pr38484"),  # says what is built, and is not merged
+        ("0.33.0+pr7", "seven\n\n\n\ntwo\n", "0.33.0+pr7.pr38484"),
+        ("main", "main\n\n\n\ntwo\n", "0.33.0.dev1+pr38484"),
+    ],
+)
+def test_kernels_for_a_spark_are_built_and_noted(install, version, built, noted):
+    done, calls, said = install(version, KERNELS="own", TORCH_CUDA_ARCH_LIST="12.1a")
+    assert done.returncode == 0, done.stderr
+    assert [call[1:] for call in calls] == [[built, None]]
+    assert said == noted
+    assert install("0.33.0", KERNELS="own", TORCH_CUDA_ARCH_LIST="9.0")[2] == "0.33.0"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +127,10 @@ def test_own_kernels_are_built_from_the_release(install):
     [
         ("no-such-branch", "'no-such-branch' is no release, and git knows no such ref"),
         ("0.99.0+pr7", "'refs/tags/v0.99.0' is no release"),
-        ("0.32.0+pr77", "there is no pull request 77"),
-        ("0.32.0+pr7.pr9", "pull request 9 cannot be merged into 0.32.0"),
-        ("0.32.0+pr7.head", "'head' in 0.32.0+pr7.head is no pull request"),
+        ("0.33.0+pr77", "there is no pull request 77"),
+        ("0.33.0+pr7.pr9", "pull request 9 cannot be merged into 0.33.0"),
+        ("0.33.0+pr38484", "pr38484 means kernels for capability 12.1: build --target spark"),
+        ("0.33.0+pr7.head", "'head' in 0.33.0+pr7.head is no pull request"),
     ],
 )
 def test_what_cannot_be_had_ends_in_one_line_and_installs_nothing(install, version, told):

@@ -69,7 +69,10 @@ CASES = {
         {**SPARK, "vllm": "0.24.1"},
         [{"vllm": "0.25.0"}, {"vllm": None}, {"is_unified": False}],
     ),
-    "vllm-startup-plan-on-gb10": ({**SPARK, "vllm": "0.32.0"}, [{"vllm": "0.25.1"}, {"vllm": None}]),
+    "vllm-startup-plan-on-gb10": (
+        {**SPARK, "vllm": "0.32.0"},
+        [{"vllm": v} for v in ("0.25.1", "0.33.0", None)],
+    ),
     "vllm-wheels-without-sm121": ({**SPARK, "vllm": "0.32.0"}, [{"vllm": None}, {"cards": frozenset()}]),
     "vllm-cpu-without-bf16": (
         ARM,

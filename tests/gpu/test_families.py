@@ -9,7 +9,7 @@ import torch
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from tests.models.checkpoints import load_pair, write_target
-from tests.models.families import BASE, CASES, CONFIGS
+from tests.models.families import BASE, CASES, config_of
 
 NAMES = [name for name, (_, overrides) in CASES.items() if overrides is not None]
 
@@ -37,8 +37,8 @@ def answers(folder, device, dtype, prompts, width):
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_float64_tokens_and_logprobs_are_those_of_the_cpu(name, width, tmp_path):
-    family, overrides = CASES[name]
-    write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
+    _, overrides = CASES[name]
+    write_target(tmp_path, config_of(name, overrides), seed=5)
     rng = random.Random(1)
     prompts = [[rng.randrange(BASE["vocab_size"]) for _ in range(length)] for length in (30, 3, 17)]
     cpu = answers(tmp_path, "cpu", "float64", prompts, 1)
@@ -52,8 +52,8 @@ def test_float64_tokens_and_logprobs_are_those_of_the_cpu(name, width, tmp_path)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_runs(name, tmp_path):
-    family, overrides = CASES[name]
-    write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
+    _, overrides = CASES[name]
+    write_target(tmp_path, config_of(name, overrides), seed=5)
     found = answers(tmp_path, "cuda", "bfloat16", [[1, 2, 3, 4, 5]], 8)
     assert len(found[0]) == 24
     assert all(logprob <= 0 for _, logprob in found[0])

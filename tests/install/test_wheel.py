@@ -60,9 +60,7 @@ def test_installed_elsewhere_it_starts_and_answers(wheel, tmp_path):
     assert "serve" in help_text
     answered = subprocess.run([python, "-c", CODE, str(ROOT)], **places)
     assert answered.stdout == "4\n", answered.stderr
-    recipes = subprocess.run(
-        [tmp_path / "venv/bin/blockdraft", "settings", "--recipes"], check=True, **places
-    )
+    recipes = subprocess.run([tmp_path / "venv/bin/blockdraft", "recipes"], check=True, **places)
     assert "gemma-4-31b" in recipes.stdout
 
 

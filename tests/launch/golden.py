@@ -13,8 +13,8 @@ from blockdraft.launch.launch_request import LaunchRequest
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.resolver import with_drafter
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
-from blockdraft.settings.settings import Settings
 
 FOLDER = Path(__file__).parent / "golden"
 PORT = 18000
@@ -30,10 +30,10 @@ def machine_with(key):
 
 def recipe_settings(name):
     """The settings of a recipe, once per engine that it can be started with."""
-    values = load_recipe(name).settings
-    engines = [values["engine"]] if values.get("engine", "native") != "native" else ["vllm", "sglang"]
-    wanted = [Settings(**{**values, "engine": engine, "recipe": name}) for engine in engines]
-    return [with_drafter(one) for one in wanted]
+    own = load_recipe(name).settings.get("engine", "native")
+    engines = [own] if own != "native" else ["vllm", "sglang"]
+    merged = [merge_settings({"recipe": name, "engine": one}, uses_environment=False) for one in engines]
+    return [with_drafter(one.settings) for one in merged]
 
 
 def recipe_commands(name):

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from blockdraft.bench.options import find_preset
 from blockdraft.cli.flags import add_settings, given_settings
+from blockdraft.cli.main import parse
 from blockdraft.launch import translate
 from blockdraft.launch.issues import check_settings, refuse
 from blockdraft.launch.launch_request import Combination, LaunchRequest
@@ -62,6 +66,12 @@ def alike(value):
     return value.lower() if isinstance(value, str) else value
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "source-documents.md"
+ON_THE_PAGE = [
+    shlex.split(line, comments=True) for line in re.findall(r"^blockdraft (.+)$", PAGE.read_text(), re.M)
+]
+
+
 def name_of(entry):
     return f"{entry['document']}: {entry['about'].partition(':')[0]}"
 
@@ -74,7 +84,7 @@ def test_a_documents_command_comes_out_of_a_recipe(entry):
     spec = json.loads(found.pop("--speculative-config", "{}"))
     published = {key: alike(value) for key, value in entry.get("spec", {}).items()}
     assert {key: alike(spec.get(key)) for key in published} == published
-    assert spec.keys() - published.keys() <= {"attention_backend"}
+    assert spec.keys() - published.keys() == set(entry.get("spec_added", ()))
     for flag, value in entry["flags"].items():
         assert alike(found.get(flag)) == alike(value), flag
     for flag, value in entry.get("left_out", {}).items():
@@ -99,3 +109,23 @@ def test_code_of_a_checkpoint_is_trusted_by_no_recipe_of_ours():
     for entry in COMMANDS:
         if "--trust-remote-code" not in entry["words"]:
             assert "--trust-remote-code" not in command_of(entry).argv
+
+
+@pytest.mark.parametrize("words", ON_THE_PAGE, ids=" ".join)
+def test_a_command_of_the_page_is_read_and_nothing_is_against_it_on_the_recipes_card(words):
+    args = parse(words)
+    if words[0] == "bench" and args.table is not None:
+        find_preset(args.table)
+    merged = merge_settings(given_settings(args), uses_environment=False)
+    if merged.recipe is None:  # a benchmark of a running server
+        assert "http://127.0.0.1:8000" in words
+        return
+    settings = with_drafter(merged.settings)
+    machine = machine_with(merged.recipe.cards[-1])
+    check_recipe_card(merged.recipe.name, settings.model, "auto", machine)
+    refuse(check_settings(Combination(settings=settings, machine=machine)))
+
+
+def test_the_page_has_commands_for_each_document():
+    titles = re.findall(r"^## (\d+)", PAGE.read_text(), re.M)
+    assert len(ON_THE_PAGE) >= 2 * len(titles) == 10

@@ -33,6 +33,7 @@ SGLANG = {"engine": "sglang"}
 PACKED = {"draft_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}
 WINDOWS = {"draft_config": {"layer_types": ["sliding_attention", "full_attention"]}}
 DSPARK = {"draft_config": {"speculators_model_type": "dspark", "block_size": 7}}
+XPRESS = {"draft_config": {"architectures": ["Qwen3XPressModel"]}}
 SHORT = {"draft_config": {"max_position_embeddings": 40960}}
 LAZY = {"engine_args": ("--mamba-radix-cache-strategy", "extra_buffer_lazy")}
 
@@ -72,6 +73,7 @@ CASES = {
         {**HYBRID, "model": "AEON-7/DFlash-Qwen3.5-27B-Uncensored-NVFP4"},
         {"model": "rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included"},
     ),
+    "nvfp4-before-blackwell": ({**CODER, "machine": machine_with("h100")}, {"machine": machine_with("gb10")}),
     "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
     "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
     "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),
@@ -84,9 +86,14 @@ CASES = {
         {**CODER, "model": "Intel/Qwen3-Coder-Next-int4-AutoRound"},
         {"model": CODER["model"]},
     ),
-    "context-past-drafter": ({**QWEN, **SHORT, "max_model_len": 65536}, {"max_model_len": 40960}),
+    "context-past-drafter": (
+        {**QWEN, **SHORT, "max_model_len": 65536, "engine_version": "0.32.0"},
+        {"engine_version": "0.33.0"},
+    ),
+    "context-past-drafters-range": ({**QWEN, **SHORT, "max_model_len": 65536}, {"max_model_len": 40960}),
+    "xpress-before-support": ({**QWEN, **XPRESS, "engine_version": "0.32.0"}, {"engine_version": "0.33.0"}),
     "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 10}, {"width": 9}),
-    "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.32.0"}),
+    "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.33.0"}),
     "moe-graphs-illegal-access": (
         {**A3B, "engine_version": "0.22.1", "max_num_seqs": 16},
         {"graphs": False},
@@ -97,8 +104,8 @@ CASES = {
     ),
     "prefix-cache-crash": ({**QWEN, "engine_version": "0.22.0"}, {"prefix_cache": False}),
     "startup-plan-gb10": (
-        {**QWEN, **SPARK, "engine_env": (("VLLM_ENABLE_STARTUP_PLAN", "1"),)},
-        {"machine": machine_with("h200")},
+        {**QWEN, **SPARK, "engine_env": (("VLLM_ENABLE_STARTUP_PLAN", "1"),), "engine_version": "0.32.0"},
+        {"engine_version": "0.33.0"},
     ),
     "unified-memory-freeze": (
         {**QWEN, **SPARK, "gpu_memory_utilization": 0.89},
@@ -119,7 +126,18 @@ CASES = {
         {**QWEN, **SPARK, **on_kernel("7.0.0-1019-nvidia"), "num_nodes": 2, "head_address": "10.0.0.1"},
         on_kernel("7.0.0-1018-nvidia"),
     ),
-    "hybrid-prefix-cache": (HYBRID, {"prefix_cache": False}),
+    "hybrid-prefix-cache": ({**HYBRID, "engine_version": "0.32.0"}, {"engine_version": "0.33.0"}),
+    "hybrid-prefix-boundaries": (HYBRID, {"prefix_cache": False}),
+    "mamba-cache-mode": (
+        {**HYBRID, "engine_args": ("--mamba-cache-mode", "align")},
+        {"engine_version": "0.32.0"},
+    ),
+    "hybrid-near-ties": (HYBRID, {"draft": "none"}),
+    "dspark-json-schema": ({**QWEN, **DSPARK}, {"draft_config": {}}),
+    "draft-rows-past-step": (
+        {**QWEN, "max_num_seqs": 257, "max_prefill_tokens": 2048},
+        {"max_num_seqs": 256},
+    ),
     "prefix-cache-acceptance": (QWEN, {"prefix_cache": False}),
     "moe-concurrency": ({**A3B, "max_num_seqs": 9}, {"max_num_seqs": 8}),
     "long-context": ({**QWEN, "max_model_len": 185000}, {"max_model_len": 32768}),
@@ -133,6 +151,7 @@ CASES = {
     "sglang-speculators-layout": ({**REDHAT, **SGLANG}, {"draft": GEMMA["draft"]}),
     "sglang-quantised-drafter": ({**QWEN, **SGLANG, **PACKED}, {"draft_config": {}}),
     "sglang-hybrid-radix": ({**HYBRID, **SGLANG}, LAZY),
+    "sglang-hybrid-batches": ({**HYBRID, **SGLANG}, {"draft": None}),
     "sglang-gemma4-26b-fp8": (
         {**GEMMA, **SGLANG, "model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic"},
         {"model": "google/gemma-4-26B-A4B-it"},
@@ -143,6 +162,10 @@ CASES = {
         {"prefix_cache": False},
     ),
     "sglang-dflash2-thinking": ({**DFLASH2, **SGLANG}, {"draft": HYBRID["draft"]}),
+    "sglang-autotune": (
+        {**DFLASH2, **SGLANG, **SPARK},
+        {"engine_args": ("--disable-flashinfer-autotune",)},
+    ),
     "sglang-min-p": ({**QWEN, **SGLANG}, {"width": 1}),
     "sglang-moe-low-acceptance": (
         {**A3B, **SGLANG, "machine": machine_with("a100")},
@@ -192,19 +215,20 @@ def test_plan_and_serve_refuse_it_and_name_the_thread_and_the_way_out(monkeypatc
     assert finding.thread in str(caught.value)
     assert finding.way_out in str(caught.value)
 
-    draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
-    pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
+    draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(full_config=config))
+    pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(full_config=None)), draft=draft)
     found = [one for one in problems_with(Case(settings, machine, pair)) if one.id == finding.id]
     assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
 
 
 def test_what_only_warns_is_not_refused():
-    refuse(findings(**HYBRID))
-    assert [finding.severity for finding in findings(**HYBRID)] == ["warn", "note", "note"]  # worst first
+    found = findings(**HYBRID, engine_version="0.32.0")
+    refuse(found)
+    assert [finding.severity for finding in found] == ["warn", "note", "note", "note"]  # worst first
 
 
 def test_silently_wrong_combinations_are_refused_in_every_version():
-    for version in ("0.20.0", "0.27.1", "0.31.0", "0.32.0", "0.32.1rc1.dev7", "0.33.0"):
+    for version in ("0.20.0", "0.27.1", "0.31.0", "0.33.0", "0.33.1rc1.dev7", "0.34.0"):
         bad = findings(**QWEN, kv_dtype="turboquant_4bit_nc", engine_version=version)
         assert bad[0].id == "turboquant-speculation"
         assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version=version)
@@ -212,20 +236,20 @@ def test_silently_wrong_combinations_are_refused_in_every_version():
 
 def test_a_build_that_carries_the_repair_is_spared():
     assert "gemma4-embedding-scale" in ids(**GEMMA)
-    assert "gemma4-embedding-scale" not in ids(**GEMMA, engine_version="0.32.0+pr41703")
-    assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version="0.32.0+pr4170")
+    assert "gemma4-embedding-scale" not in ids(**GEMMA, engine_version="0.33.0+pr41703")
+    assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version="0.33.0+pr4170")
     assert "qwen3-next-eagle3" not in ids(**CODER, engine_version="0.20.2+pr45319.pr39930")
 
 
 @pytest.mark.parametrize(
     ("version", "issue"),
     [
-        ("0.32.0+pr999999", "unknown-pull-request"),
-        ("0.32.0+pr41703", None),
+        ("0.33.0+pr999999", "unknown-pull-request"),
+        ("0.33.0+pr41703", None),
         ("0.19.2rc1.dev21+pr39930.pr35568", None),
-        ("0.32.0+g893611813.cu130", None),
-        ("0.33.0", "unknown-version"),
-        ("0.32.0", None),
+        ("0.33.0+g893611813.cu130", None),
+        ("0.34.0", "unknown-version"),
+        ("0.33.0", None),
     ],
 )
 def test_versions_and_pull_requests_that_we_do_not_know_are_said(version, issue):
@@ -255,7 +279,7 @@ def test_patches_are_needed_up_to_the_release_that_has_them(id, since):
     assert entry.issue.upstream_since == since
     bad = CASES[id][0]
     assert id in ids(**{**bad, "engine_version": "0.19.2rc1.dev21"})
-    assert id not in ids(**{**bad, "engine_version": "0.32.0"})
+    assert id not in ids(**{**bad, "engine_version": "0.33.0"})
 
 
 def test_a_nightly_build_just_before_the_repair_is_warned_of_and_an_older_one_refused():
@@ -292,6 +316,30 @@ def test_the_models_type_goes_before_its_name():
 def test_how_the_weights_are_packed_is_read_from_config_json(config, is_bad):
     found = ids(**QWEN, **SPARK, engine_version="0.21.0", target=config)
     assert ("gb10-cutlass-fp8" in found) == is_bad
+
+
+@pytest.mark.parametrize("card", ["gb10", "h100"])
+@pytest.mark.parametrize(
+    ("quantised", "is_refused", "is_nvfp4"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, True, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False, True),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, False, True),
+        ({"quant_method": "fp8"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("is_own_file", [False, True])
+def test_nvfp4_is_known_by_what_a_folder_says_and_not_by_its_name(
+    card, quantised, is_refused, is_nvfp4, is_own_file
+):
+    """AEON-7's quick start mounts its checkpoint as /models/target; ModelOpt may write its own file."""
+    config, file = {"model_type": "qwen3_5", "quantization_config": quantised}, None
+    if is_own_file and quantised["quant_method"] == "modelopt":
+        file = {"quantization": {"quant_algo": config.pop("quantization_config")["quant_algo"]}}
+    folder = Stored("/models/target", "folder", config, file, None, ())
+    found = ids(**{**HYBRID, "model": folder.name}, machine=machine_with(card), target=folder.full_config)
+    assert ("nvfp4-awq" in found) == is_refused
+    assert ("nvfp4-before-blackwell" in found) == (is_nvfp4 and card == "h100")
 
 
 def test_kernels_that_are_switched_off_and_unknown_cards_are_not_complained_about():

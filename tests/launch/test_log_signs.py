@@ -28,6 +28,8 @@ DOWNLOAD = "model-00002-of-00004.safetensors"
         ("vllm", f"{VLLM}[cpu_model_runner.py:87] Warming up model for the compilation...", Sign("compile")),
         ("vllm", "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  72%|#####| 8/11 [00:01<00:01]",
          Sign("capture", None, 0.72)),
+        ("vllm", "Capturing dflash2 CUDA graphs (FULL):  50%|#####| 4/8 [00:01<00:01]",
+         Sign("capture", None, 0.5)),
         ("vllm", f"{VLLM}[gpu_model_runner.py:3480] Graph capturing finished in 8 secs, took 0.31 GiB",
          Sign("capture", "Graph capturing finished in 8 secs")),
         ("vllm", f"{VLLM}[kv_cache_utils.py:2327] CPU KV cache size: 349,440 tokens, Maximum concurrency ...",

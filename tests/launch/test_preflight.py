@@ -8,7 +8,7 @@ import pytest
 from blockdraft.cli.main import main
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import preflight as module
-from blockdraft.launch.preflight import check_launch, check_to_print
+from blockdraft.launch.preflight import BUILT_FIRST, SPARK_WHEELS, check_launch, check_to_print
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import machine_of
@@ -277,3 +277,27 @@ def test_a_hub_out_of_reach_is_left_to_the_start_and_a_pair_that_does_not_match_
     (tmp_path / "model.safetensors").write_bytes((PAIR / "draft/model.safetensors").read_bytes())
     with pytest.raises(ModelError, match="does not match"):
         check_native(replace(NATIVE, draft=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("card", "quantization", "version", "build"),
+    [
+        ("gb10", "fp8", None, "spark"),
+        ("gb10", "fp8", "0.32.0+pr38484", "spark"),
+        ("gb10", "fp8", "0.32.1rc1.dev7", None),  # a nightly has no tag to build
+        ("gb10", "keep", None, None),
+        ("rtx-5090", "fp8", None, None),
+    ],
+)
+def test_an_image_has_kernels_for_a_spark_or_a_warning_that_it_has_none(
+    monkeypatch, card, quantization, version, build
+):
+    on(monkeypatch)
+    settings = replace(WHOLE, quantization=quantization, engine_version=version)
+    found = check_to_print(settings, "x", card).in_image()
+    command = found.command(port=1, api_key=None)
+    assert (command.build, "pr38484" in command.source) == (build, False)
+    told = BUILT_FIRST in found.warnings
+    assert told == (build is not None and version is None)
+    is_lacking = SPARK_WHEELS in {finding.id for finding in found.findings}
+    assert is_lacking == (card == "gb10" and quantization == "fp8" and build is None)

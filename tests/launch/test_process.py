@@ -12,6 +12,7 @@ import pytest
 from blockdraft.errors import SettingsError
 from blockdraft.launch.installed import find_engine
 from blockdraft.launch.process import EngineProcess, shown_exit
+from tests.launch.golden import machine_with
 from tests.server.stub_install import install_stub, is_alive, write_program
 
 PATIENCE_S = 20
@@ -166,6 +167,16 @@ def test_one_that_is_nowhere_is_named_with_what_to_do(monkeypatch, tmp_path):
         SettingsError, match=r"SGLang is not installed: run '.*install sglang==.*--engine-python"
     ):
         find_engine("sglang")
+
+
+@pytest.mark.parametrize(("card", "is_built"), [("gb10", True), ("h200", False)])
+def test_on_a_spark_the_build_for_its_card_is_named_first(monkeypatch, tmp_path, card, is_built):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("blockdraft.launch.installed.read_machine", lambda: machine_with(card))
+    for engine, expected in (("vllm", is_built), ("sglang", False)):
+        with pytest.raises(SettingsError, match="--dry-run docker") as refused:
+            find_engine(engine)
+        assert ("--target spark" in str(refused.value)) == expected
 
 
 def test_a_folder_of_that_name_is_not_the_engine(tmp_path, monkeypatch):

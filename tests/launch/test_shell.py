@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,8 @@ ENV = {"VLLM_API_KEY": "very-secret", "PLAIN": "a b$c", "HF_TOKEN": "token"}
 
 
 def command(**values):
-    return Command(**{"engine": "vllm", "version": "0.32.0", "argv": ARGV, "env": ENV, "port": 18000,
-                      "image": "vllm/vllm-openai:v0.32.0", **values})  # fmt: skip
+    return Command(**{"engine": "vllm", "version": "0.33.0", "argv": ARGV, "env": ENV, "port": 18000,
+                      "image": "vllm/vllm-openai:v0.33.0", **values})  # fmt: skip
 
 
 def run(line, program, tmp_path, **env):
@@ -48,7 +50,7 @@ def test_a_shell_runs_what_was_meant(tmp_path):
 def test_docker_gets_the_same_command(tmp_path):
     line = docker_run(command(mounts=("/models/my model",)))
     argv, _ = run(line, "docker", tmp_path)
-    image = argv.index("vllm/vllm-openai:v0.32.0")
+    image = argv.index("vllm/vllm-openai:v0.33.0")
     assert argv[image - 2 : image] == ["--entrypoint", "vllm"]
     assert tuple(argv[image + 1 :]) == ARGV[1:]
     assert "PLAIN=a b$c" in argv
@@ -59,14 +61,26 @@ def test_docker_gets_the_same_command(tmp_path):
 
 
 def test_a_build_that_nobody_publishes_is_built_first(tmp_path):
-    built = command(version="0.32.0+pr1", image="blockdraft-vllm:0.32.0-pr1", build="spark")
-    build, run_line = docker_run(built).split(" &&\n")
+    built = command(
+        version="0.33.0+pr1.pr38484", source="0.33.0+pr1", image="blockdraft-vllm:0.33.0-pr1", build="spark"
+    )
+    build, folder, run_line = docker_run(built).split(" &&\n")
     argv, _ = run(build, "docker", tmp_path)
     assert argv[:5] == ["build", "-f", "container/Containerfile", "--target", "spark"]
-    assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.32.0+pr1", "-t", "blockdraft-vllm:0.32.0-pr1", "."]
-    assert "blockdraft-vllm:0.32.0-pr1" in run(run_line, "docker", tmp_path)[0]
+    assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.33.0+pr1", "-t", "blockdraft-vllm:0.33.0-pr1", "."]
+    assert run(folder, "mkdir", tmp_path)[0] == ["-p", "/home/me/.cache/huggingface"]
+    argv, _ = run(run_line, "docker", tmp_path)
+    assert "blockdraft-vllm:0.33.0-pr1" in argv
+    assert argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    base = (Path(__file__).parents[2] / "container/Containerfile").read_text()
+    hub = re.search(r"HF_HOME=(\S+)", base)[1]  # where our images keep what they download
+    assert f"/home/me/.cache/huggingface:{hub}" in argv
+    assert "blockdraft-vllm:/cache" in argv
     section = "build: {context: ., dockerfile: container/Containerfile, target: spark, args: "
-    assert section + '{VLLM_VERSION: "0.32.0+pr1"}}' in compose(built)
+    text = compose(built)
+    assert section + '{VLLM_VERSION: "0.33.0+pr1"}}' in text
+    assert f'- "${{HOME}}/.cache/huggingface:{hub}"' in text
+    assert text.endswith("\nvolumes:\n  blockdraft-vllm: {}\n")
 
 
 def test_compose_holds_the_same_command():
@@ -75,7 +89,7 @@ def test_compose_holds_the_same_command():
     start = lines.index("command:") + 1
     listed = [json.loads(line[2:].replace("$$", "$")) for line in lines[start : start + len(ARGV) - 1]]
     assert tuple(listed) == ARGV[1:]
-    assert "image: " + json.dumps("vllm/vllm-openai:v0.32.0") in lines
+    assert "image: " + json.dumps("vllm/vllm-openai:v0.33.0") in lines
     assert 'PLAIN: "a b$$c"' in lines  # compose would look for a variable c
     assert 'VLLM_API_KEY: "${VLLM_API_KEY}"' in lines
     assert '- "/models/x:/models/x:ro"' in lines

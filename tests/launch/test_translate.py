@@ -51,6 +51,15 @@ def test_drafter_is_named_with_its_method():
         block7 = {**raw, "block_size": 7}
         found = speculative(command("vllm", draft_config=block7, width="auto"))
         assert (found["method"], found["num_speculative_tokens"]) == ("dspark", 7)
+    for known in (
+        {"draft": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"},  # by its name, where config.json is not read
+        {"draft_config": {"architectures": ["Lfm2DSparkDraftModel"], "block_size": 7}},
+        {"draft_config": {"architectures": ["Qwen3DSparkModel"], "block_size": 7}},
+    ):
+        found = command("sglang", width=8, **known)
+        assert value(found, "--speculative-algorithm") == "DSPARK"
+        assert value(found, "--speculative-num-draft-tokens") == "8"  # seven drafts and the anchor
+        assert speculative(command("vllm", width=8, **known))["method"] == "dspark"
     assert value(command("sglang"), "--speculative-draft-model-path") == PAIR["draft"]
 
 
@@ -205,10 +214,10 @@ def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
         ("vllm", "0.18.1", "older than"),
         ("sglang", "0.5.22", "older than"),
         ("vllm", "newest", "is not a version"),
-        ("vllm", "0.32.0; rm", "is not a version"),
+        ("vllm", "0.33.0; rm", "is not a version"),
         ("vllm", "refs/pull/41703/head", r"is not a version: .*\+pr41703"),
         ("vllm", "main", "is not a version"),
-        ("vllm", "0.32.0+prhead", "'prhead', which is no pull request"),
+        ("vllm", "0.33.0+prhead", "'prhead', which is no pull request"),
         ("sglang", "0.5.23+pr0", "'pr0', which is no pull request"),
     ],
 )
@@ -220,22 +229,27 @@ def test_versions_that_are_not_known_are_refused(engine, version, why):
 def test_versions_are_read_as_packages_write_them():
     nightly = read_version("vllm", "0.19.2rc1.dev21+g893611813")
     assert (nightly.release, nightly.is_nightly, nightly.carried) == ((0, 19, 2), True, frozenset())
-    patched = read_version("vllm", "v0.32+pr41703.pr38484")
-    assert (patched.release, patched.is_nightly, patched.carried) == ((0, 32, 0), False, {41703, 38484})
-    assert read_version("vllm", None).text == "0.32.0"
+    patched = read_version("vllm", "v0.33+pr41703.pr38484")
+    assert (patched.release, patched.is_nightly, patched.carried) == ((0, 33, 0), False, {41703, 38484})
+    assert (patched.source, patched.has_spark_kernels) == ("0.33+pr41703", True)
+    assert read_version("vllm", "0.33.0+cu130").with_spark_kernels() == "0.33.0+cu130.pr38484"
+    assert read_version("vllm", "0.33.0+cu130.pr38484").source == "0.33.0"
+    assert read_version("vllm", None).text == "0.33.0"
     assert not read_version("vllm", "0.30.0").within("<0.9.0")  # as numbers, not as text
     assert read_version("vllm", "0.24.0").within(">=0.24.0,<0.25.0")
     assert not read_version("vllm", "0.25.0").within(">=0.24.0,<0.25.0")
 
 
 def test_image_is_the_versions_own():
-    assert command("vllm").image == "vllm/vllm-openai:v0.32.0"
-    assert command("vllm", engine_version="0.32.0+cu130").image == "vllm/vllm-openai:v0.32.0"
-    built = command("vllm", engine_version="0.32.0+pr41703")  # nobody publishes one: it is built
-    assert (built.image, built.build) == ("blockdraft-vllm:0.32.0-pr41703", "vllm")
+    assert command("vllm").image == "vllm/vllm-openai:v0.33.0"
+    assert command("vllm", engine_version="0.33.0+cu130").image == "vllm/vllm-openai:v0.33.0"
+    built = command("vllm", engine_version="0.33.0+pr41703")  # nobody publishes one: it is built
+    assert (built.image, built.build) == ("blockdraft-vllm:0.33.0-pr41703", "vllm")
+    spark = command("vllm", engine_version="0.33.0+pr38484")  # kernels, not a change to merge
+    assert (spark.build, spark.source) == ("spark", "0.33.0")
     assert command("vllm", engine_version="0.19.2rc1.dev21+pr39930").image is None  # no tag to build from
     assert command("sglang", engine_version="0.5.23+pr5").image is None
-    assert command("vllm", engine_version="0.32.1.dev3+gabc.precompiled").image == "vllm/vllm-openai:nightly"
+    assert command("vllm", engine_version="0.33.1.dev3+gabc.precompiled").image == "vllm/vllm-openai:nightly"
     assert command("vllm", device="cpu").image is None
     assert command("sglang", machine=Machine(memory_bytes=1 << 34)).image is None
     assert command("sglang").image == "lmsysorg/sglang:v0.5.23"

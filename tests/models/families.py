@@ -5,6 +5,7 @@ import importlib
 import torch
 from transformers import (
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GptOssConfig,
     LlamaConfig,
     Qwen2Config,
@@ -61,6 +62,7 @@ GEMMA = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+GEMMA_UNIFIED = {key: value for key, value in GEMMA.items() if key != "hidden_size_per_layer_input"}
 GEMMA_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 GPT_OSS = {
     "head_dim": 8,
@@ -161,7 +163,15 @@ CASES = {
             "rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5},
         },
     ),
-    "qwen3_5-whole": ("qwen3_5", {**HYBRID, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "qwen3_5-whole": (  # Qwen3.6 and Qwen3.8 name the gate's activation
+        "qwen3_5",
+        {
+            **HYBRID,
+            "rope_parameters": PARTIAL,
+            "tie_word_embeddings": True,
+            "output_gate_type": "swish",
+        },
+    ),
     "qwen3_5-one-head-each": (
         "qwen3_5",
         {**HYBRID, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
@@ -195,6 +205,10 @@ CASES = {
             "use_double_wide_mlp": True,
         },
     ),
+    "gemma4-unified": (
+        "gemma4",
+        {**GEMMA_UNIFIED, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 12},
+    ),
     "gpt_oss-whole": ("gpt_oss", GPT_OSS),
     "gpt_oss-default-rope": ("gpt_oss", {**GPT_OSS, "rope_parameters": DEFAULT, "num_experts_per_tok": 1}),
     "gpt_oss-tight-clamp": (
@@ -203,6 +217,13 @@ CASES = {
     ),
     **{f"{family}-random": (family, None) for family in CONFIGS},
 }
+
+
+def config_of(name, overrides):
+    """The configuration of a case, as transformers has it."""
+    family, _ = CASES[name]
+    kind = Gemma4UnifiedTextConfig if name == "gemma4-unified" else CONFIGS[family]
+    return kind(**BASE | overrides)
 
 
 def widen(monkeypatch):
@@ -219,6 +240,8 @@ def _widened(narrow):
     def rule(query, key, value, g, beta, initial_state=None, **options):
         if query.dtype != torch.float64:
             return narrow(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
+        heads_per_key = value.shape[2] // key.shape[2]  # above 1 from transformers 5.23 on
+        query, key = (x.repeat_interleave(heads_per_key, dim=2) for x in (query, key))
         query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
         state = initial_state
         if state is None:

@@ -19,7 +19,7 @@ from tests.fixtures import make_pair
 from tests.lossless.families import NAMES
 from tests.matrix import slow_but
 from tests.models.checkpoints import CPU, bench_of, cut, load_pair, write_target
-from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
+from tests.models.families import CASES, HYBRIDS, config_of, draw, widen
 
 one_of_each_family = pytest.mark.parametrize(
     "case", slow_but(list(CASES), *NAMES), indirect=True, scope="module"
@@ -39,7 +39,7 @@ class Case:
         # Gemma's norms after each part do the same: rounding in another order is seen up to 2e-4 there.
         self.rounding = {"gemma4": 1e-4}.get(family, 5e-4 if family in HYBRIDS else 2e-5)
         self.wide_rounding = 2e-5 if family in HYBRIDS else 1e-5
-        self.hf = write_target(folder, CONFIGS[family](**BASE | overrides), self.seed)
+        self.hf = write_target(folder, config_of(name, overrides), self.seed)
         if "max_window_layers" in overrides:  # as older files say it, without layer_types
             file = folder / "config.json"
             raw = json.loads(file.read_text())

@@ -112,7 +112,7 @@ def test_of_many_published_runs_the_ends_are_shown_and_all_when_explained():
     shown = list(published_lines(found, shows_all=False))
     assert len(shown) == 11
     assert "reasoning, Math500, 32 users, vllm: 4,962 tok/s, 1,308 tok/s without a drafter" in shown[1]
-    assert shown[-1] == "  published: 5 more runs with other numbers of users (--explain)"
+    assert shown[-1] == "  published: 5 more runs with other numbers of users, contexts or caches (--explain)"
     explained = list(published_lines(found, shows_all=True))
     assert len(explained) == 15
     assert "pull request 41703" in explained[0]

@@ -16,6 +16,7 @@ from tests.planner.shapes import on, opened
 
 LAYER = Paged(num_kv_heads=8, head_dim=128)  # of Qwen3-8B and of its drafter
 BF16 = 2
+SMALL = 0.68  # of a GeForce's memory: some 22 GB
 
 
 @pytest.mark.parametrize(
@@ -59,24 +60,25 @@ def rows_and_share(card, **settings):
 
 
 @pytest.mark.parametrize(
-    ("card", "max_num_seqs", "why"),
+    ("card", "memory", "max_num_seqs", "why"),
     [
-        ("h200", 64, "logits and states of so many"),
-        ("h100", 64, "the least on a GPU"),
-        ("rtx-5090", 32, "exact windows of more would take over 25% of the cache"),
-        ("rtx-4090", 8, "the least, though their exact windows take over 25% of the cache"),
+        ("h200", 0.9, 64, "logits and states of so many"),
+        ("h100", 0.9, 64, "the least on a GPU"),
+        ("rtx-5090", 0.9, 32, "exact windows of more would take over 25% of the cache"),
+        ("rtx-5090", SMALL, 8, "the least, though their exact windows take over 25% of the cache"),
     ],
 )
-def test_a_default_number_of_rows_leaves_the_cache_to_compressed_tokens(card, max_num_seqs, why):
-    rows, reason, share = rows_and_share(card, kv_dtype="tq4")
+def test_a_default_number_of_rows_leaves_the_cache_to_compressed_tokens(card, memory, max_num_seqs, why):
+    rows, reason, share = rows_and_share(card, kv_dtype="tq4", gpu_memory_utilization=memory)
     assert rows == max_num_seqs
     assert reason.startswith(why)
     assert share < 0.27 or rows == 8  # estimates of a step are not known yet when rows are chosen
 
 
 def test_rows_that_were_asked_for_stay_and_exact_keys_have_no_windows():
-    assert rows_and_share("rtx-4090", kv_dtype="tq4", max_num_seqs=16)[:2] == (16, "asked for")
-    assert rows_and_share("rtx-4090")[0] == 64
+    small = {"gpu_memory_utilization": SMALL}
+    assert rows_and_share("rtx-5090", kv_dtype="tq4", max_num_seqs=16, **small)[:2] == (16, "asked for")
+    assert rows_and_share("rtx-5090", **small)[0] == 64
 
 
 def test_a_cache_of_a_given_size_has_rows_for_it():
@@ -88,10 +90,10 @@ def test_a_cache_of_a_given_size_has_rows_for_it():
 
 
 def test_bytes_of_a_token_are_shown_by_kind():
-    settings, pair = opened("qwen3-8b", max_model_len=32768, kv_dtype="tq4", draft_kv_dtype="int8")
-    report = make_report(Case(settings, on("h100"), pair))
+    settings, pair = opened("qwen3-8b", max_model_len=4096, kv_dtype="tq4", draft_kv_dtype="int8")
+    report = make_report(Case(replace(settings, device="cpu"), on("h100"), pair))
     kinds = [(kind.name, kind.num_layers, kind.bytes_per_token) for kind in report.caches["target"]]
-    assert kinds == [("tq4", 36, 36 * 8 * 132)]
+    assert kinds == [("tq4", 36, 36 * 8 * 132)]  # a CPU's: on a card the drafter's stay exact
     assert [kind.name for kind in report.caches["drafter"]] == ["int8"]
 
 
@@ -135,6 +137,37 @@ def choice(shape, **settings):
 def test_what_cannot_be_is_refused_by_name_with_what_can(shape, settings, message):
     with pytest.raises(SettingsError, match=message):
         choice(shape, **settings)
+
+
+@pytest.mark.parametrize(
+    ("card", "change", "is_served"),
+    [
+        ("h100", {}, True),
+        ("gb10", {}, True),
+        ("a100", {}, False),  # before Hopper
+        ("rtx-4090", {}, False),
+        ("h100", {"dtype": "float16"}, False),
+        ("h100", {"draft_kv_dtype": "int8"}, False),
+        ("h100", {"head_dim": 256}, False),  # Qwen3.5's and Gemma's
+    ],
+)
+def test_a_plan_refuses_what_a_start_would_refuse_on_a_card(card, change, is_served):
+    change = dict(change)
+    head_dim = change.pop("head_dim", None)
+    settings, pair = opened("qwen3-8b", max_model_len=4096, **{"kv_dtype": "tq4", **change})
+    if head_dim is not None:
+        layers = [replace(one, mixer=replace(one.mixer, head_dim=head_dim)) for one in pair.config.layers]
+        pair = replace(pair, config=replace(pair.config, layers=tuple(layers)))
+    case = Case(settings, on(card), pair)
+    if is_served:
+        fit_native(case)
+        return
+    with pytest.raises(SettingsError, match=r"on a card, .* heads of 64 or 128 .* Use --kv-dtype auto"):
+        fit_native(case)
+    if not change:  # and it is not advised either
+        exact = replace(case, settings=replace(settings, kv_dtype="auto"))
+        own = [line.flags for line in advise(exact) if "--engine" not in line.flags]
+        assert not any("--kv-dtype" in flags for flags in own)
 
 
 def test_gemma_has_eight_bits_only():

@@ -18,26 +18,81 @@ from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from tests.checkpoints.published import CONFIGS
 
+
+def _raw(hidden_size, num_layers, num_heads, num_kv_heads, vocab_size, max_positions, *, head_dim=128):
+    return {
+        "architectures": ["NotOurs"],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+    }
+
+
+def _laguna(num_layers):
+    return {
+        **_raw(2048, num_layers, 48, 8, 100352, 262144),
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * (num_layers // 4),
+        "sliding_window": 512,
+    }
+
+
 BASES = {  # what the packed checkpoints were made of
     "saricles/Qwen3-Coder-Next-NVFP4-GB10": "Qwen/Qwen3-Coder-Next",
     "rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included": "Qwen/Qwen3.5-27B",
     "Intel/Qwen3.5-35B-A3B-int4-AutoRound": "Qwen/Qwen3.5-35B-A3B",
+    "Qwen/Qwen3.5-122B-A10B-FP8": "Qwen/Qwen3.5-122B-A10B",
+    "sakamakismile/Qwen3.6-27B-NVFP4": "Qwen/Qwen3.6-27B",
+    "unsloth/Qwen3.6-35B-A3B-NVFP4": "Qwen/Qwen3.6-35B-A3B",
+    "Qwen/Qwen3.8-27B-FP8": "Qwen/Qwen3.8-27B",
+    "RadixArk/Qwen3.8-27B-NVFP4": "Qwen/Qwen3.8-27B",
+    "RadixArk/Qwen3.8-27B-NVFP4-BF16-LMHead": "Qwen/Qwen3.8-27B",
 }
 PACKED_BYTES = 0.5625  # a value: four bits and its share of a scale
+# Of families that our engine does not have: what the planner reads of config.json, and the files' bytes.
+# Sizes are the defaults of transformers, but Nemotron's and the small LFM2's, which are not verified.
+OTHERS = {
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (
+        {**_raw(2688, 52, 32, 2, 131072, 262144), "n_routed_experts": 128, "num_experts_per_tok": 6},
+        18e9,
+    ),
+    "poolside/Laguna-XS-2.1": (_laguna(40), 67e9),
+    "poolside/Laguna-S-2.1-FP8": (_laguna(48), 121e9),
+    "LiquidAI/LFM2.5-1.2B-Instruct": (_raw(2048, 16, 32, 8, 65536, 128000, head_dim=64), 2.4e9),
+    "LiquidAI/LFM2.5-8B-A1B": (_raw(2048, 24, 32, 8, 65536, 128000, head_dim=64), 17e9),
+    "zai-org/GLM-5.3-Flash": ({**_raw(4096, 45, 64, 64, 154880, 1048576), "kv_lora_rank": 512}, 329e9),
+    "meta-models/Muse-Glimmer-30B": (
+        {
+            **_raw(6656, 52, 32, 2, 202048, 131072),
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 13,
+            "sliding_window": 2048,
+        },
+        60e9,
+    ),
+}
 
 
 def target_of(name):
+    if name in OTHERS:
+        return OTHERS[name][0]
     if name == "HuggingFaceTB/SmolLM2-135M-Instruct":
         return SMOLLM2_135M
     return CONFIGS[BASES.get(name, name)]
 
 
 def stored(name, config):
-    """The headers of such a checkpoint, in three tensors."""
+    """The headers of such a checkpoint, in a few tensors."""
+    if name in OTHERS:
+        size = int(OTHERS[name][1])
+        tensors = {"model.layers.0.all.weight": Size(size // 2, size, False)}
+        return Stored(name, "headers on the hub", config, None, tensors, ())
     values = target_values(read_model_config(config, name=name))
     is_packed = name in BASES or "gpt-oss" in name
     rest = values.total - values.embedding - values.head
-    size = int(rest * (PACKED_BYTES if is_packed else 2))
+    size = int(rest * (1 if name.endswith("-FP8") else PACKED_BYTES if is_packed else 2))
     packed = {"quantization_config": {"quant_method": "compressed-tensors"}} if name in BASES else {}
     tensors = {
         "model.embed_tokens.weight": Size(values.embedding, 2 * values.embedding, False),
@@ -54,7 +109,7 @@ def _hub(monkeypatch):
     opened = []
 
     def open_stored(source, *, needs_weights, what="model"):
-        if source in CONFIGS or source in BASES or "SmolLM2" in source:
+        if source in CONFIGS | BASES | OTHERS or "SmolLM2" in source:
             opened.append(target_of(source))
             return stored(source, opened[-1])
         config = drafter(opened[-1], **DRAFT_HEADS, intermediate_size=8192)

@@ -229,7 +229,7 @@ def test_a_name_of_another_release_than_the_installed_one_is_not_believed(asked,
 def test_no_image_is_named_that_does_not_hold_what_is_asked_for(form):
     code, output, errors = serve(MODEL, "--engine", "vllm", "--device", "cpu", "--dry-run", form)
     assert (code, output) == (2, "")
-    assert "no image of vLLM 0.32.0 for a CPU: use --dry-run shell" in errors
+    assert "no image of vLLM 0.33.0 for a CPU: use --dry-run shell" in errors
     flags = ("--card", "h200", "--engine-version", "0.20.1.dev3+pr39930")  # a nightly: no tag to build from
     code, output, errors = serve(MODEL, "--engine", "vllm", *flags, "--dry-run", form)
     assert (code, output) == (2, "")

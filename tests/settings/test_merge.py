@@ -276,13 +276,6 @@ def test_secrets_are_not_shown(form, capsys):
     assert "--a" in out
 
 
-def test_known_recipes_are_listed(capsys):
-    main(["settings", "--recipes"])
-    assert re.search(r"^qwen3-8b +Qwen3-8B with z-lab's drafter", capsys.readouterr().out, re.M)
-    main(["settings", "--recipes", "--json"])
-    assert "smollm2" in {recipe["name"] for recipe in json.loads(capsys.readouterr().out)["recipes"]}
-
-
 def _resolved(words):
     return merge_settings(given_settings(parse(["serve", *words])))
 

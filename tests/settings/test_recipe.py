@@ -196,7 +196,7 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("smolm2", "there is no recipe 'smolm2': did you mean smollm2?"),
-        ("zzz", "there is no recipe 'zzz': known are "),
+        ("zzz", "there is no recipe 'zzz': `blockdraft recipes` lists the known ones; or give a path"),
         ("./zzz.toml", "recipe './zzz.toml' cannot be read (No such file or directory): check the path."),
         ("./bytes.toml", "recipe './bytes.toml' cannot be read (it is not UTF-8 text)"),
         ("/", "recipe '/' cannot be read (Is a directory)"),

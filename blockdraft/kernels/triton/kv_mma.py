@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.kv_compressed import CompressedPages
-from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.kv_formats import CARD_HEAD_DIMS, CARD_PAGE, TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
@@ -47,7 +47,6 @@ SEGMENT = 64  # keys of the shortest segments
 MAX_SEGMENTS = 128  # enough for one row to fill the device
 RUN = 4  # segments
 
-HEAD_DIMS = (64, 128)
 ENOUGH_WARPS = 1024  # enough to keep a large GPU busy
 _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
@@ -772,7 +771,7 @@ def _merge_kernel(
 
 def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
     """Return whether engines have been tested with compressed keys for such heads, pages and GPU."""
-    is_half = dtype == torch.bfloat16 and head_dim in HEAD_DIMS and page_size % 16 == 0
+    is_half = dtype == torch.bfloat16 and head_dim in CARD_HEAD_DIMS and page_size % CARD_PAGE == 0
     return is_half and device.type == "cuda" and has_pdl(device)
 
 
