@@ -293,11 +293,12 @@ class Prompt:
         size = self.engine.plan.max_prefill_tokens
         for begin in range(0, len(self.ids), size):
             chunk = self.ids[begin : begin + size]
-            self.engine.prefill(to_device(chunk, self.engine.models.device), (len(chunk),))
+            token_ids = to_device(chunk, self.engine.models.device)
+            self.engine.prefill(token_ids, token_ids, (len(chunk),))
 
     def by_graph(self, graph: PrefillGraph) -> None:
         self._begin(num_rows=graph.num_rows)
-        graph.replay(self.ids, (len(self.ids),))
+        graph.replay(self.ids, self.ids, (len(self.ids),))
 
     def _begin(self, *, num_rows: int) -> None:
         self.engine.rows.activate([0], num_rows)

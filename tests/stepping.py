@@ -346,6 +346,7 @@ def prepare(engine, scene):
         cache=engine.cache,
         rows=rows,
         token_ids=to_device([token for prompt in prompts for token in prompt[:-1]], models.device),
+        next_ids=to_device([token for prompt in prompts for token in prompt[1:]], models.device),
         counts=tuple(len(prompt) - 1 for prompt in prompts),
     )
 
@@ -432,20 +433,22 @@ def _poison(engine):
 def prefill_alone(engine, row_ids, token_ids, counts):
     """Kernel by kernel, as many tokens and rows as there are."""
     engine.rows.activate(row_ids)
-    engine.prefill(to_device(token_ids, engine.rows.device), counts)
+    token_ids = to_device(token_ids, engine.rows.device)
+    engine.prefill(token_ids, token_ids, counts)
 
 
 def prefill_filled_up(engine, row_ids, token_ids, counts, *, num_tokens, num_rows):
     """Kernel by kernel, what a graph of this shape would run."""
     engine.rows.activate(row_ids, num_rows)
-    inputs = to_device(filled(token_ids, counts, num_tokens, num_rows), engine.rows.device)
-    engine.prefill(inputs[:num_tokens], widest_counts(num_tokens, num_rows), inputs[num_tokens:])
+    inputs = to_device(filled(token_ids, token_ids, counts, num_tokens, num_rows), engine.rows.device)
+    token_ids, next_ids, offsets = inputs.split((num_tokens, num_tokens, num_rows + 1))
+    engine.prefill(token_ids, next_ids, widest_counts(num_tokens, num_rows), offsets)
 
 
 def prefill_by_graph(engine, row_ids, token_ids, counts):
     graph = engine.prefill_graphs.find(len(token_ids), len(row_ids))
     engine.rows.activate(row_ids, graph.num_rows)
-    graph.replay(token_ids, counts)
+    graph.replay(token_ids, token_ids, counts)
 
 
 def assert_same_prefills(got, expected):
@@ -630,6 +633,22 @@ def check_kind(place, kind, *, temperature):
     assert tokens_of(got) == tokens_of(eager) == tokens_of(plain)
     assert [result.columns for result in got] == [result.columns for result in eager]
     assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
+
+
+def check_mtp(name, place, *, overlap):
+    """A model's own MTP head, captured and kernel by kernel: the same steps, and plain decoding's tokens."""
+    shared = {"dtype": place.dtype, "device": place.device, "page_size": PAGE_SIZE, "max_prefill_tokens": 4}
+    models, planned = families.mtp_pair(name, max_model_len=300, width=FAMILY_BLOCK, **shared)
+    planned = replace(planned, num_pages=400, max_num_seqs=FAMILY_ROWS, overlap=overlap)
+    plain = replace(models, drafter=NoDrafter(planned.block))
+    engines = [
+        pin(Engine(models, planned), is_captured=is_captured) for is_captured in (place.has_graphs, False)
+    ]
+    got, eager = (serve(engine, family_requests()) for engine in engines)
+    expected = serve(pin(Engine(plain, planned), is_captured=False), family_requests())
+    assert tokens_of(got) == tokens_of(eager) == tokens_of(expected)
+    assert [result.columns for result in got] == [result.columns for result in eager]
+    assert len(columns_of(got)) > 2
 
 
 def check_columns(place, *, max_num_seqs):

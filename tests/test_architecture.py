@@ -61,7 +61,7 @@ BENCH_LIBRARIES |= {"pydantic", "typing_extensions"}
 TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "prove"),
     *("errors", "phases", "prometheus_text", "fp4_kernels"),
-    *("models.config", "models.draft_config", "cache.spec"),
+    *("models.config", "models.draft_config", "models.mtp_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
     *("text", "grammar.structured_output", "tools", "server.app", "server.engine_link.remote_engine"),
     *(
@@ -71,6 +71,7 @@ TORCH_FREE = {
         "checkpoints.model_folder",
         "checkpoints.read_model_config",
         "checkpoints.read_draft_config",
+        "checkpoints.read_mtp_config",
         "checkpoints.fit_file",
     ),
 }

@@ -97,8 +97,11 @@ class Cache:
         *,
         is_known: bool = False,
         offsets: Tensor | None = None,
+        shift: int = 0,
     ) -> CacheView:
         """Return the view of one forward over the active rows: `counts` tokens each, from `length` on.
+
+        With `shift`, the tokens begin that many positions after `length`, or at 0 if it were negative.
 
         Set `is_known` for tokens of a prompt: they need no verification, so recurrent layers fold them at
         once. `offsets` is described in Blocks.
@@ -107,6 +110,8 @@ class Cache:
         if isinstance(counts, int):
             counts = (counts,) * len(active)
         starts = rows.length[active]
+        if shift:
+            starts = (starts + shift).clamp_(min=0)
         blocks = Blocks(
             pages=rows.page_table,
             rows=active,

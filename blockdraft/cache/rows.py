@@ -68,11 +68,14 @@ class Rows:
         kernels: Kernels = REFERENCE,
         has_exact: bool = False,
         history_size: int = 0,
+        hidden_size: int = 0,
+        dtype: torch.dtype | None = None,
         save_grid: int = 0,
         max_saves: int = 0,
     ) -> None:
         """`history_size` is the number of positions whose token ids are kept for n-gram lookup.
 
+        `hidden_size` is the size of the hidden state, of `dtype`, that is kept for an MTP head; 0: none.
         With `max_saves`, a row can save its first states at multiples of `save_grid` tokens.
         """
         count = max_rows + 1
@@ -91,6 +94,9 @@ class Rows:
         self.history: Tensor | None = None  # [rows, positions]: [0, length] known, past it scratch
         if history_size:
             self.history = torch.zeros(count, history_size, dtype=torch.int32, device=device)
+        self.last_hidden: Tensor | None = None  # [rows, E]: the target's at position `length` - 1
+        if hidden_size:
+            self.last_hidden = torch.zeros(count, hidden_size, dtype=dtype, device=device)
         self.saves: SaveTable | None = None
         if max_saves:
             self.saves = SaveTable(self._integers(count, max_saves), save_grid)
@@ -120,6 +126,8 @@ class Rows:
             return
         index = self._tensor([row for row, *_ in entries])
         samplings = [sampling for *_, sampling in entries]
+        if self.last_hidden is not None:
+            self.last_hidden[index] = 0  # until a token of the sequence is computed
         self.length[index] = self._tensor([length for _, _, length, _ in entries])
         self.anchor[index] = self._tensor([token_ids[-1] for _, token_ids, _, _ in entries])
         self._real[index] = self._table([self._reals(one) for one in samplings], torch.float32)

@@ -88,6 +88,11 @@ class CacheView:
         """The lengths [R] of the rows before this forward."""
         return self._blocks.starts
 
+    @property
+    def offsets(self) -> Tensor:
+        """The tokens [offsets[r], offsets[r + 1]) belong to row r; [R + 1]."""
+        return self._blocks.offsets
+
     def attend(  # noqa: PLR0913
         self,
         layer: int,

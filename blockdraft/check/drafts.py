@@ -224,6 +224,12 @@ class _Watched(Weightless):
         self._drafter.absorb(features, view)
         self._compare(before, self._remembered(num_new))
 
+    def follow(self, hidden: Tensor, next_ids: Tensor, num_kept: Tensor, view: CacheView, rows: Rows) -> None:
+        num_new = len(hidden) // len(rows.active)
+        before = self._remembered(num_new)
+        self._drafter.follow(hidden, next_ids, num_kept, view, rows)
+        self._compare(before, self._remembered(num_new))
+
     def _remembered(self, num_new: int) -> list[Tensor]:
         """Return the active sequence's cache in all target layers, up to `num_new` tokens past its length."""
         rows, page_size = self._engine.rows, self._engine.plan.page_size

@@ -40,6 +40,7 @@ from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.hints import HintDrafter
 from blockdraft.step.lattice import LatticeDrafter
+from blockdraft.step.mtp import MtpDrafter
 
 # K may differ from T by this multiple of the rounding error. The rounding error is half a unit in the last
 # place of every value that the part reads and writes, plus the error inside the part: that of R's worst
@@ -104,6 +105,8 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Lay
             check.run_piece(piece)
         if check.drafter is not None:
             check.run_drafter(check.drafter, lengths)
+        if check.mtp is not None:
+            check.run_mtp(check.mtp, lengths)
     check.run_head()
     findings = [part.finding() for part in check.target_parts]
     drafted = [part.finding() for part in check.draft_parts if part.why_not() is None]
@@ -155,12 +158,12 @@ class _Check:
         self.engine, self.target, self.device = engine, models.target, models.device
         self.oracle = with_kernels(models.target, models.target.kernels.references())
         self.drafter = models.block_drafter
+        self.mtp = models.drafter if isinstance(models.drafter, MtpDrafter) else None
         self.target_parts: list[Part] = []
         self.draft_parts: list[Part] = []
         self._name = models.dtype
-        self._is_int8 = any(isinstance(one, Int8Matrix) for one in models.target.modules())
-        if self.drafter is not None:
-            self._is_int8 |= any(isinstance(one, Int8Matrix) for one in self.drafter.model.modules())
+        parts = (part for model in models.models() for part in model.modules())
+        self._is_int8 = any(isinstance(part, Int8Matrix) for part in parts)
         self._least_inside = max(INSIDE[self._name], INSIDE_INT8 if self._is_int8 else 0.0)
         self._dtype: torch.dtype = getattr(torch, self._name)
         self._wide = torch.promote_types(self._dtype, torch.float32)
@@ -197,6 +200,17 @@ class _Check:
         if not all(is_finite):
             broken = is_finite.index(False)
             raise LayerError("the embedding" if broken == 0 else f"layer {broken - 1}", "overflow")
+
+    @functools.cached_property
+    def _final(self) -> Tensor:
+        """T's final hidden states [N, E], in the served dtype."""
+        with _exactly():
+            return self.oracle.norm(self._inputs[-1].to(self._wide)).to(self._dtype)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _next_ids(self) -> Tensor:
+        """The token after each of the prompt's; the last one has itself."""
+        return torch.cat((self._ids[1:], self._ids[-1:]))
 
     def _rough_input(self, x: Tensor) -> Tensor:
         """Return R's input of a layer [N, E]; for int8 models it differs slightly from `x`."""
@@ -258,6 +272,10 @@ class _Check:
         if self.drafter is not None:
             taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
             self.drafter.absorb(torch.cat(taps, dim=1), view)
+        if self.mtp is not None:
+            hidden, num_kept = self._final[index], torch.tensor(piece.kept, device=self.device)
+            hidden = torch.where(is_right[:, None], hidden, -hidden)
+            self.mtp.follow(hidden, self._next_ids[index], num_kept, view, rows)
         if not piece.is_known:
             cache.commit(rows, view.starts, torch.tensor(piece.kept, device=self.device))
         rows.extend(piece.kept)
@@ -310,6 +328,38 @@ class _Check:
         part = self._part("the drafter's hints", exact, rough)
         where = [f"of draft {draft} of {num_rows} rows" for draft in range(num_drafts)] * num_rows
         part.compare(_hints(drafter, x, before), torch.arange(len(exact), device=self.device), where)
+        self.draft_parts.append(part)
+
+    def run_mtp(self, drafter: MtpDrafter, lengths: list[int]) -> None:
+        """Compare the head's first run of each row, after the `lengths` tokens that the pieces kept."""
+        oracle, rows = with_kernels(drafter.model, self.oracle.kernels), self.engine.rows
+        exact_view, rough_view = (
+            WholeView(self._specs, count=len(self._ids), device=self.device) for _ in range(2)
+        )
+        angles, embedded = (
+            self.target.angles(exact_view.positions)[0],
+            self.target.embed(self._next_ids),
+        )
+        with _exactly(), _scores(oracle) as scores:
+            exact = oracle(embedded.to(self._wide), self._final.to(self._wide), angles, exact_view)
+            rough = exact
+            if self._wide != self._dtype or self._is_int8:
+                rough = oracle(embedded, self._rough_input(self._final), angles, rough_view)
+        router, agrees = self._router(self.target.config.num_layers, scores)
+        part = self._part("the MTP head", exact, rough, counts=agrees)
+        rows.activate(range(len(lengths)))
+        index = torch.tensor(lengths, device=self.device) - 1
+        where = [f"after {length} tokens, {len(lengths)} rows" for length in lengths]
+        view = self.engine.cache.view(rows, 1, shift=-1)
+        with _scores(drafter.model) as scores:
+            out = drafter.run(self._next_ids[index], self._final[index], view)
+        counts = None
+        if router is not None:
+            counts = router.agrees(scores[0], index)
+            router.part.compare(scores[0].values, index, where)
+            part.sure.append(counts)
+            self.draft_parts.append(router.part)
+        part.compare(out, index, where, counts)
         self.draft_parts.append(part)
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:

@@ -246,10 +246,13 @@ def _unusable(models: LoadedPair, error: LayerError) -> str:
 
 def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
     models = engine.models
+    why = "It was probably trained for another target: see docs/models.md for pairs that fit."
+    if models.has_mtp:
+        why = "The head was probably left as it was when the model was trained further."
     return (
         f"draft '{draft_name(models)}' is dropped: it commits {tokens_per_step:.2f} tokens per step with "
         f"'{models.config.name}', where a drafter that fits commits 3 to 6 and less than {floor} is slower "
-        "than none. It was probably trained for another target: see docs/models.md for pairs that fit."
+        f"than none. {why}"
     )
 
 

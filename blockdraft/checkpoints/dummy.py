@@ -23,10 +23,18 @@ from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import own_memory
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.checkpoints.weights import QUANTISERS, Quantiser, Slot, join_slices, row_slices, slots_of
+from blockdraft.checkpoints.weights import (
+    QUANTISERS,
+    Loaded,
+    Quantiser,
+    Slot,
+    join_slices,
+    row_slices,
+    slots_of,
+)
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.gemma4 import GemmaAttention, GemmaRouter
 from blockdraft.models.layers import Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
@@ -50,7 +58,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor 
 
 
 def fill(
-    model: Decoder | DFlash,
+    model: Loaded,
     *,
     storage: Storage,
     device: torch.device,
@@ -89,9 +97,9 @@ def _adjust(module: nn.Module) -> None:
         module.q_norm.weight.fill_(_SHARPNESS)
 
 
-def _share(model: Decoder | DFlash) -> float:
+def _share(model: Loaded) -> float:
     """Return the scale of the outputs that mixers and feed-forward parts add to the residual stream."""
-    if isinstance(model, DFlash):  # outweighs the mask's embedding, with which all columns begin
+    if not isinstance(model, Decoder):  # a DFlash's outweigh the mask's embedding, with which columns begin
         return 1.0
     config = model.config
     return config.embedding_scale / math.sqrt(config.hidden_size * 2 * config.num_layers)

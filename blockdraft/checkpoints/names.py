@@ -6,11 +6,14 @@ that path. A parameter outside a linear module (a sink, a scale) maps to the ful
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ _SPECULATORS_HEADS: Names = {
     "refiner.after": ("refiner_head.readout",),
 }
 
+MTP_PREFIXES = ("mtp.", "model.mtp.")  # of the head for multi-token prediction
+MTP_TENSORS = r"(model\.)?mtp\."
 # Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
@@ -156,7 +161,7 @@ def skipped(config: ModelConfig) -> list[str]:
     patterns = [
         r".*rotary_emb\.inv_freq",  # derived from config.json
         r".*\.(k_scale|v_scale|q_scale)",  # our cache is not quantised
-        r"(model\.)?mtp\..*",  # multi-token prediction, which DFlash replaces
+        rf"{MTP_TENSORS}.*",  # the head for multi-token prediction is a drafter
     ]
     if config.ties_embeddings:
         patterns.append(r"(language_model\.)?lm_head\.weight")
@@ -181,6 +186,25 @@ def draft_skipped(config: DraftConfig) -> list[str]:
         r"confidence_head\..*",  # widths are chosen by committed drafts
     ]
     return [*patterns, r"lm_head\.weight"] if config.copies_head else patterns
+
+
+def mtp_skipped() -> list[str]:
+    """Return regular expressions for the tensors of a checkpoint that are not its MTP head's, or not read."""
+    return [rf"(?!{MTP_TENSORS}).*", r".*\.(k_scale|v_scale|q_scale)"]
+
+
+def mtp_prefix(tensors: Iterable[str]) -> str | None:
+    """Return the prefix of the tensors of a checkpoint's MTP head, or None if it has no head."""
+    names = list(tensors)
+    return next((one for one in MTP_PREFIXES if any(name.startswith(one) for name in names)), None)
+
+
+def mtp_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of a checkpoint's MTP head, by their names inside the head."""
+    prefix = mtp_prefix(tensors)
+    if prefix is None:
+        return {}
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 
 def copied_rows(config: DraftConfig) -> dict[str, int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.checkpoints import fetch
-from blockdraft.checkpoints.checkpoint import Checkpoint
+from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
+from blockdraft.checkpoints.names import mtp_tensors
 from blockdraft.settings.model_source import find_source
 from blockdraft.settings.shipped import model_title
 
@@ -59,8 +60,20 @@ def stored_form(checkpoint: Checkpoint | None, name: str, method: str | None) ->
         return StoredForm(title)
     if isinstance(checkpoint, GgufCheckpoint):
         return StoredForm(title, f"GGUF {checkpoint.main_type}", checkpoint.file.stat().st_size)
+    return _stored(title, checkpoint.tensors(), method)
+
+
+def stored_head(checkpoint: Checkpoint | None, name: str, method: str | None) -> StoredForm:
+    """Describe the MTP head in a target's checkpoint, as `stored_form` describes the checkpoint."""
+    title = f"MTP head of {model_title(name)}"
+    if checkpoint is None:
+        return StoredForm(title)
+    return _stored(title, mtp_tensors(checkpoint.tensors()), method)
+
+
+def _stored(title: str, tensors: Mapping[str, TensorInfo], method: str | None) -> StoredForm:
     sizes: Counter[str] = Counter()
-    for info in checkpoint.tensors().values():
+    for info in tensors.values():
         sizes[str(info.dtype).removeprefix("torch.")] += math.prod(info.shape) * info.dtype.itemsize
     kind = method or max(sizes, key=lambda dtype: sizes[dtype], default="empty")
     return StoredForm(title, f"safetensors {kind}", sizes.total())

@@ -24,6 +24,7 @@ from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.int8_weights import Int8Cache, column_factors
 from blockdraft.checkpoints.names import (
     DRAFT_LAYER,
+    MTP_PREFIXES,
     PREFIXES,
     ExpertNames,
     Names,
@@ -31,6 +32,8 @@ from blockdraft.checkpoints.names import (
     draft_head_names,
     draft_skipped,
     layer_names,
+    mtp_prefix,
+    mtp_skipped,
     skipped,
 )
 from blockdraft.checkpoints.quantization import read_quantization
@@ -42,6 +45,7 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.layers import Embedding, Linear, PlainLinear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
+from blockdraft.models.mtp import MtpHead
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_int8 import Int8Matrix
@@ -50,6 +54,7 @@ from blockdraft.settings.model_source import known_name
 _SLICE_BYTES = 4 << 20  # float32 bytes read and converted at a time; arbitrary, but small
 _WORK_BYTES = 1 << 20  # as _SLICE_BYTES, for conversions that need several copies
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Loaded: TypeAlias = Decoder | DFlash | MtpHead
 Quantiser: TypeAlias = Callable[[Tensor], Packed]  # quantises row by row
 QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
 
@@ -115,7 +120,7 @@ class Slot:
 
 
 def load_checkpoint(
-    model: Decoder | DFlash,
+    model: Loaded,
     checkpoint: Checkpoint,
     *,
     storage: Storage,
@@ -123,7 +128,8 @@ def load_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fill a model that was built on the meta device. `progress` gets (parameters done, all parameters)."""
-    factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
+    has_factors = storage == "int8" and not isinstance(model, MtpHead)
+    factors = column_factors(known_name(checkpoint.name)) if has_factors else {}
     kept = None
     # A target in a folder is not cached, because it may be large and slow to hash.
     is_cached = isinstance(model, DFlash) or isinstance(checkpoint, GgufCheckpoint)
@@ -137,9 +143,7 @@ def load_checkpoint(
         _check_tied(checkpoint, embedding.tensor, f"{_head_name(reader.tensors)}.weight")
 
 
-def match_tensors(
-    model: Decoder | DFlash, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]
-) -> list[Slot]:
+def match_tensors(model: Loaded, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
     """Return every parameter with its tensors and their schemes.
 
     Raise ModelError if a tensor is missing or unknown, or has the wrong shape or dtype. GPTQ exporters write
@@ -155,8 +159,7 @@ def match_tensors(
             else slot
             for slot in slots
         ]
-    skips = draft_skipped(model.config) if isinstance(model, DFlash) else skipped(model.config)
-    _check(checkpoint, tensors, slots, re.compile("|".join(skips)))
+    _check(checkpoint, tensors, slots, re.compile("|".join(_skips(model))))
     if isinstance(model, DFlash) and model.config.copies_head:
         for tensor, num_rows in copied_rows(model.config).items():
             if tensor in tensors:
@@ -165,14 +168,23 @@ def match_tensors(
     return slots
 
 
+def _skips(model: Loaded) -> list[str]:
+    if isinstance(model, MtpHead):
+        return mtp_skipped()
+    return draft_skipped(model.config) if isinstance(model, DFlash) else skipped(model.config)
+
+
 # ---- which tensors fill which parameter
 
 
-def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
+def slots_of(model: Loaded, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
     """Return every parameter of `model`, with its pieces in a checkpoint that has these `tensors`."""
     heads: Names = {}
     if isinstance(model, DFlash):
         prefix, tables, heads = "", [DRAFT_LAYER] * len(model.layers), draft_head_names(tensors)
+    elif isinstance(model, MtpHead):
+        prefix = mtp_prefix(tensors) or MTP_PREFIXES[0]
+        tables = [layer_names(model.config.shape, model.config.layer_index)]
     else:
         prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])
         tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
@@ -365,7 +377,7 @@ class _Reader:
     kept: Int8Cache | None = None  # the cache on disk; None: packed weights are not cached
 
     def load(
-        self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
+        self, model: Loaded, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Slot]:
         slots = match_tensors(model, self.checkpoint, self.tensors)
         paths = {id(module): path for path, module in model.named_modules()}

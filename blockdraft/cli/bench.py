@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, masked, settings_from
 from blockdraft.errors import BenchError
-from blockdraft.planner.resolver import asked_otherwise, with_drafter
+from blockdraft.planner.pair import drafts
+from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.merge import flag_of
 from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
@@ -188,7 +189,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
         return Session(options, grid, console)
     settings = settings_from(args)
     forget_environment_settings()  # the child gets these settings as flags
-    if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
+    if "speculative" in options.arms_in_turn and not drafts(settings):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     if options.also_eager and not settings.graphs:
         raise BenchError("--also-eager: this server runs without graphs already; add --graphs.")

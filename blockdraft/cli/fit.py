@@ -49,8 +49,8 @@ DEFAULTS = {"limit": 16, "max_tokens": 256, "temperature": 0.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
     drafter_help = (
-        "folder, hub id, 'ngram', 'auto' (the drafter that ships for the target) or 'dflash2' (its DFlash2 "
-        "head) (default: auto)"
+        "folder, hub id, 'ngram', 'mtp' (the head in the target's checkpoint), 'auto' (the drafter that "
+        "ships for the target, else 'mtp') or 'dflash2' (its DFlash2 head) (default: auto)"
     )
     parser.add_argument("target", nargs="?", metavar="TARGET", help=target_help)
     parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
@@ -152,6 +152,8 @@ def _verdict(report: FitReport) -> Iterator[str]:
         yield f"WARNING: {_disagreement(report)}"
     if report.kind == "ngram":
         yield "n-grams have neither a configuration to change nor weights to train."
+    if report.kind == "mtp":
+        yield "An MTP head has no configuration to change, and `blockdraft train` trains none."
     if cause is not None:
         yield (
             f"Likely cause: {cause.name}. If it {cause.what}, it commits {cause.after:.2f} "

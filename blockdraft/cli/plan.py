@@ -28,7 +28,7 @@ from blockdraft.planner.resolver import runs_on_cpu, with_drafter
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import flag_of, merge_settings
 from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe
-from blockdraft.settings.settings import DFLASH2
+from blockdraft.settings.settings import DFLASH2, MTP
 
 SUMMARY = "estimate memory and speed before a start or a download"
 USAGE = "blockdraft plan [MODEL] [flags]"
@@ -150,7 +150,9 @@ def lines(
 def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     settings, fit, draft = report.case.settings, report.fit, report.case.pair.draft
     pair = report.case.pair.target.shape.name
-    if draft is not None:
+    if report.case.pair.draft_config is not None and report.case.pair.draft_config.kind == MTP:
+        pair += " + its own MTP head"
+    elif draft is not None:
         is_shipped = settings.draft in ("auto", DFLASH2)
         pair += f" + {'the drafter that comes with it' if is_shipped else draft.shape.name}"
         pair += "" if report.title is None else f" ({report.title})"

@@ -13,6 +13,7 @@ from pathlib import Path
 from blockdraft.cli.flags import add_flags, dataclass_from
 from blockdraft.errors import SettingsError
 from blockdraft.planner.resolver import named_drafter
+from blockdraft.settings.settings import MTP
 from blockdraft.training.job import (
     CPU_ROWS,
     TRAINED,
@@ -168,6 +169,8 @@ def _job(args: argparse.Namespace) -> Job:
     start = named_drafter(args.model, asked)
     if asked == "auto" and start == "none":
         raise SettingsError(f"--from auto: no drafter ships for '{args.model}': name one, or leave it out.")
+    if start == MTP:
+        raise SettingsError("--from mtp: an MTP head is trained with its model, not here: leave it out.")
     given.setdefault("max_tokens", max(1, min(AnswerOptions().max_tokens, args.length // 2)))
     return dataclass_from(
         Job,

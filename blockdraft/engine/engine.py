@@ -103,10 +103,17 @@ class Engine:
             kernels=models.target.kernels,
             has_exact=bool(num_exact),
             history_size=plan.max_positions if plan.draft_ngram else 0,
+            hidden_size=models.config.hidden_size if models.has_mtp else 0,
+            dtype=getattr(torch, plan.dtype),
             save_grid=plan.state_grid,
             max_saves=plan.max_positions // plan.state_grid if plan.num_states else 0,
         )
-        pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
+        pages = PageAllocator(
+            num_pages=num_pages,
+            first=NUM_RESERVED_PAGES,
+            page_size=plan.page_size,
+            num_later=int(models.has_mtp),
+        )
         exact = None
         if num_exact:
             exact = ExactPages(
@@ -468,25 +475,25 @@ class Engine:
                 sequence.restored = None
             entries += [(sequence.row, at // grid - 1, [slot]) for at, slot in sequence.unplaced_saves]
             sequence.unplaced_saves = []
-        self.rows.set_saves(entries)
+        if entries:  # the context may be too short for a state to be saved
+            self.rows.set_saves(entries)
 
-    def prefill(self, token_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None) -> Tensor:
+    def prefill(
+        self, token_ids: Tensor, next_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None
+    ) -> Tensor:
         return prefill_step(
             target=self.models.target,
             drafter=self.models.drafter,
             cache=self.cache,
             rows=self.rows,
             token_ids=token_ids,
+            next_ids=next_ids,
             counts=counts,
             offsets=offsets,
         )
 
     def _launch_prefill(self, batch: Batch) -> Launched:
-        tokens = [
-            sequence.token_ids[start : start + count]
-            for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
-        ]
-        stream = list(itertools.chain.from_iterable(tokens))
+        stream, next_ids = _chunks(batch, 0), _chunks(batch, 1)
         wants_logprobs = any(sequence.wants_prompt_logprobs for sequence in batch.sequences)
         if self.prefill_graphs is not None and not wants_logprobs:
             is_usual = self.prefill_graphs.has(len(stream), len(batch.sequences))
@@ -495,12 +502,13 @@ class Engine:
                 self._is_disturbed = not is_usual
                 self._place(batch, graph.num_rows)
                 begun_s = self.clock()
-                graph.replay(stream, batch.counts)
+                graph.replay(stream, next_ids, batch.counts)
                 return Launched(begun_s, is_usual, end=self._mark(), outcome=Outcome())
         self._is_disturbed = True
         begun_s = self.clock()
         self._place(batch)
-        hidden = self.prefill(to_device(stream, self.models.device), batch.counts)
+        device = self.models.device
+        hidden = self.prefill(to_device(stream, device), to_device(next_ids, device), batch.counts)
         outcome = Outcome()
         if wants_logprobs:
             pieces = torch.split(hidden, list(batch.counts))
@@ -599,6 +607,13 @@ def _forget(exact: ExactPages | None, states: SavedStates | None, node: int) -> 
         exact.forget(node)
     if states is not None:
         states.forget(node)
+
+
+def _chunks(batch: Batch, later: int) -> list[int]:
+    """Return the tokens of a prefill, or those that are `later` positions behind them."""
+    starts = (start + later for start in batch.starts)
+    places = zip(batch.sequences, starts, batch.counts, strict=True)
+    return [token for one, start, count in places for token in one.token_ids[start : start + count]]
 
 
 def _guides(batch: Batch) -> list[Guide | None]:

@@ -17,10 +17,10 @@ from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import Embedding, Linear
 from blockdraft.models.moe import Experts
+from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.planner.plan import ASKED, Plan
@@ -46,7 +46,7 @@ class LoadedPair:
     """Everything that an engine runs."""
 
     config: ModelConfig
-    draft_config: DraftConfig | None
+    draft_config: AnyDraftConfig | None
     target: Decoder
     drafter: Drafter
     tokenizer: Tokenizer
@@ -77,6 +77,11 @@ class LoadedPair:
         if self.draft_config is None:
             return specs
         return specs + compressed(self.draft_config.layer_specs(), draft_kv_dtype)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Return whether the target's own MTP head drafts: its keys also depend on the token after theirs."""
+        return isinstance(self.draft_config, MtpConfig)
 
     def with_kernels(self, kernels: Kernels) -> LoadedPair:
         """Return the same models, with shared weights, that compute with `kernels`."""

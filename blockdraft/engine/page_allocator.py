@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-Key = tuple[int | str, tuple[int, ...]]  # parent node, or the first page's salt; the tokens of a full page
+# The parent node, or the first page's salt; the tokens of a full page, and `num_later` tokens after them.
+Key = tuple[int | str, tuple[int, ...]]
 
 ROOT = 0
 
@@ -30,10 +31,14 @@ class Node:
 
 
 class PageAllocator:
-    """Hands out pages `first` … `num_pages - 1`; a page is reused only when no sequence holds it."""
+    """Hands out pages `first` … `num_pages - 1`; a page is reused only when no sequence holds it.
 
-    def __init__(self, *, num_pages: int, first: int, page_size: int) -> None:
+    A page's content depends on its tokens and `num_later` tokens after them: 1 if an MTP head writes to it.
+    """
+
+    def __init__(self, *, num_pages: int, first: int, page_size: int, num_later: int = 0) -> None:
         self.page_size = page_size
+        self.num_later = num_later
         self._all = range(first, num_pages)
         self._blank = list(reversed(self._all))
         self._holders = [0] * num_pages
@@ -89,14 +94,15 @@ class PageAllocator:
         self._pages = {node.key: page for page, node in self._nodes.items()}
         self._holders = [0] * len(self._holders)
 
-    def match(self, token_ids: Items[int], salt: str | None = None) -> list[int]:
+    def match(self, token_ids: Items[int], salt: str | None = None, length: int | None = None) -> list[int]:
         """Hold and return the pages of the longest remembered prefix made of whole pages.
 
-        A prompt with a salt shares pages only with prompts of the same salt.
+        It is a prefix of the first `length` token_ids (None: all). A prompt with a salt shares pages only
+        with prompts of the same salt.
         """
         pages: list[int] = []
         parent: int | str = ROOT if salt is None else salt
-        for tokens in self._chunks(token_ids, 0, len(token_ids)):
+        for tokens in self._chunks(token_ids, 0, len(token_ids) if length is None else length):
             page = self._pages.get((parent, tokens))
             if page is None:
                 break
@@ -164,7 +170,7 @@ class PageAllocator:
         """Yield the tokens of each page that the first `length` tokens fill, from page `first` on."""
         size = self.page_size
         for begin in range(first * size, length - size + 1, size):
-            yield tuple(token_ids[begin : begin + size])
+            yield tuple(token_ids[begin : begin + size + self.num_later])
 
     def check(self, held: Iterable[Items[int]]) -> None:
         """Assert that nothing is leaked or shared wrongly, given the page lists of all live sequences."""

@@ -189,11 +189,13 @@ class Scheduler:
         return self._plan.prefix_cache and not sequence.wants_prompt_logprobs
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        known = sequence.token_ids[:-1]
-        salt = sequence.request.sampling.cache_salt
-        shared = self.pages.match(known, salt) if self._may_share(sequence) else []
+        token_ids, salt = sequence.token_ids, sequence.request.sampling.cache_salt
+        num_known = len(token_ids) - 1
+        shared: list[int] = []
+        if self._may_share(sequence):  # an MTP head needs the hidden state of the last known token
+            shared = self.pages.match(token_ids, salt, num_known - self.pages.num_later)
         shared, length = self._resume(sequence, shared)
-        missing = self._num_pages(len(known) + self._plan.block) - len(shared)
+        missing = self._num_pages(num_known + self._plan.block) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
         except OutOfPages:

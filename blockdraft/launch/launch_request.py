@@ -20,7 +20,7 @@ TRUST_FLAG = "--trust-remote-code"  # both engines have this flag
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 OUR_KV_DTYPES = ("tq4", "tq4v3")
-OTHER_KINDS = {"DSpark": "dspark", "LiLiCorr": "lilicorr", "XPress": "xpress"}  # by architecture
+OTHER_KINDS = {"DSpark": "dspark"}  # by architecture
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
 from blockdraft.models.draft_config import DraftKind
@@ -61,7 +61,7 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
     return Acceptance(code, maths, chat, source, by_category=tuple(weakest))
 
 
-def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") -> Acceptance:
+def published_acceptance(target: str, draft: str, kind: DraftKind | Literal["mtp"] = "dflash") -> Acceptance:
     """Return the acceptance published for a pair. Look for both names, because a folder may have any name."""
     found = _by_name(target, draft, kind)
     notes: Mapping[str, str] = read_file()["acceptance_elsewhere"]["kinds"]
@@ -76,16 +76,21 @@ def drafter_acceptance(draft: str) -> Acceptance | None:
     return None
 
 
-def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
+def _by_name(target: str, draft: str, kind: DraftKind | Literal["mtp"]) -> Acceptance:
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
+    if kind == "mtp":
+        heads = (one for one in file["acceptance"] if one.get("kind") == kind)
+        own = next((one for one in heads if re.search(one["pattern"], target.casefold())), None)
+        typical = Acceptance(**elsewhere["typical_mtp"], is_of_pair=False)
+        return typical if own is None else _published(own, is_own=True)
     measured = drafter_acceptance(draft)
     if measured is not None:
         return measured
     is_own = kind == "dflash" and re.search(elsewhere["other_drafters"], draft.casefold()) is None
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
-            if "pattern" in entry and re.search(entry["pattern"], text):
+            if "pattern" in entry and "kind" not in entry and re.search(entry["pattern"], text):
                 return _published(entry, is_own=is_own)
     return Acceptance(**elsewhere["typical"], is_of_pair=False)
 

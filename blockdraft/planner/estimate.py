@@ -17,10 +17,11 @@ client. With many rows of a small model, that process is busier than the GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.machine.cards import Card
+from blockdraft.models.mtp_config import MtpConfig
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
@@ -83,9 +84,14 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     attended = rows * attended_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
     if width > 1 and pair.draft is not None:
-        dense += _drafter(fit, pair, card, rows=rows)
-        attended += rows * attended_bytes(pair.draft.shape, context, sizes[1])
-        kernels += pair.draft.shape.num_layers * _DRAFT_LAUNCHES
+        runs = width - 1 if isinstance(pair.draft_config, MtpConfig) else 1
+        if isinstance(pair.draft_config, MtpConfig):
+            for part in _head_run(fit, pair, card, rows=rows):
+                dense += part.times(runs)
+        else:
+            dense += _drafter(fit, pair, card, rows=rows)
+        attended += runs * rows * attended_bytes(pair.draft.shape, context, sizes[1])
+        kernels += runs * pair.draft.shape.num_layers * _DRAFT_LAUNCHES
     dense += Products(0, 0.0, attended / (_stream(card) * CACHE_SHARE), 0.0)
     spread_s = kernels * SPREAD_S * math.sqrt(tokens)
     seconds = kernels * LAUNCH_S + math.hypot(dense.seconds, spread_s) + experts.seconds
@@ -158,6 +164,9 @@ class Products:
     def __add__(self, other: Products) -> Products:
         return Products(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
+    def times(self, count: int) -> Products:
+        return Products(*(count * value for value in astuple(self)))
+
     @property
     def seconds(self) -> float:
         return math.hypot(self.read_s, self.compute_s)
@@ -215,6 +224,17 @@ def _drafter(fit: Fit, pair: Pair, card: Card, *, rows: int) -> Products:
         2.0 * rows * pair.block * (values + draft.vocab_size * draft.hidden_size),
         COMPUTE_SHARE,
         is_packed=parts.layers < 1.5 * values,
+    )
+
+
+def _head_run(fit: Fit, pair: Pair, card: Card, *, rows: int) -> tuple[Products, Products]:
+    """Return the products of one run of an MTP head: its layer and the target's head, and its experts."""
+    assert pair.draft is not None
+    draft, parts, target = pair.draft.shape, fit.parts[1], fit.parts[0]
+    whole = replace(parts, head=target.head or target.embedding)
+    return (
+        _dense(whole, draft, card, tokens=rows, is_unpacked=False),
+        expert_products(parts, draft, card, tokens=rows, choosing=rows),
     )
 
 

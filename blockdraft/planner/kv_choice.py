@@ -21,7 +21,7 @@ from blockdraft.kernels.kv_formats import (
 )
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.mtp_config import AnyDraftConfig
 
 # Other programs' names for the formats.
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8"}
@@ -51,7 +51,7 @@ class KvChoice:
     draft: str
     reasons: Mapping[str, str]
 
-    def specs(self, model: ModelConfig, draft: DraftConfig | None) -> tuple[LayerSpec, ...]:
+    def specs(self, model: ModelConfig, draft: AnyDraftConfig | None) -> tuple[LayerSpec, ...]:
         specs = compressed(model.layer_specs(), self.target)
         return specs + (compressed(draft.layer_specs(), self.draft) if draft is not None else ())
 
@@ -73,7 +73,7 @@ class KvChoice:
 
 
 def kv_choice(
-    asked: KvRequest, dtype: str, model: ModelConfig, draft: DraftConfig | None, block: int
+    asked: KvRequest, dtype: str, model: ModelConfig, draft: AnyDraftConfig | None, block: int
 ) -> KvChoice:
     """Choose both formats. Raise SettingsError or ModelError if one is unknown or does not fit the model."""
     reasons = {}

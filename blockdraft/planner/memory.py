@@ -16,6 +16,7 @@ from blockdraft.cache.spec import (
     row_table_bytes,
 )
 from blockdraft.models.config import Storage
+from blockdraft.models.mtp_config import MtpConfig
 from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import LOGIT_BYTES, Plan
 from blockdraft.planner.shape import CacheSpec, kinds
@@ -133,6 +134,8 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     if plan.num_states:
         num_entries += plan.max_positions // plan.state_grid
     per_row = row_table_bytes(vocab_size, num_entries, history)
+    if isinstance(pair.draft_config, MtpConfig):
+        per_row += pair.draft_config.hidden_size * element_bytes  # the last hidden state
     return [
         Item(
             "position tables",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from blockdraft.checkpoints.names import mtp_tensors
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
+from blockdraft.checkpoints.read_mtp_config import read_mtp_config
 from blockdraft.errors import FetchError, ModelError
 from blockdraft.machine.cards import Card
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.planner.acceptance import (
     Acceptance,
     drafter_acceptance,
@@ -25,9 +28,9 @@ from blockdraft.planner.resolver import (
     runs_on_cpu,
     with_drafter,
 )
-from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
+from blockdraft.planner.shape import Shape, draft_shape, mtp_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
-from blockdraft.settings.settings import NGRAM, Settings
+from blockdraft.settings.settings import MTP, NGRAM, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Pair:
     target: Model
     draft: Model | None
     config: ModelConfig | None
-    draft_config: DraftConfig | None
+    draft_config: AnyDraftConfig | None
     block: int  # 1: no drafter
     is_ngram: bool = False  # drafts come from n-grams of the text itself
 
@@ -69,6 +72,8 @@ class Pair:
     def acceptance(self) -> Acceptance:
         """Return the acceptance measured with the drafter, else the one in its files or published."""
         name = self.draft_name if self.draft is None else self.draft.shape.name
+        if isinstance(self.draft_config, MtpConfig):
+            return published_acceptance(self.target.shape.name, name, "mtp")
         measured = drafter_acceptance(name)
         if measured is not None:
             return measured
@@ -110,15 +115,55 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
     alone = Pair(target, None, config, None, 1)
     if draft == NGRAM:
         return replace(alone, block=NGRAM_BLOCK, is_ngram=True)
+    if draft == MTP:
+        return _with_mtp(alone, settings)
     if draft not in (None, "none"):
         return _with_draft(alone, draft, has_files=has_files, is_native=is_native)
     known = known_drafter_for(settings, stored.published_names)
-    if known is None or not known.is_here:
-        return alone
     try:
-        return _with_draft(alone, known.name, has_files=has_files, is_native=is_native)
+        if known is not None and known.is_here:
+            return _with_draft(alone, known.name, has_files=has_files, is_native=is_native)
+        if settings.draft == "auto" and is_native:
+            return _with_mtp(alone, settings)
     except (ModelError, FetchError):  # the user did not request this drafter, so a start continues without it
-        return alone
+        pass
+    return alone
+
+
+def drafts(settings: Settings) -> bool:
+    """Return whether a start with these settings is known to draft; "auto" reads the target's headers."""
+    if with_drafter(settings).draft not in (None, "none"):
+        return True
+    if settings.draft != "auto" or settings.engine != "native":
+        return False
+    try:
+        return open_pair(settings).draft is not None
+    except (ModelError, FetchError):
+        return False
+
+
+def _with_mtp(alone: Pair, settings: Settings) -> Pair:
+    """Return the pair of a target and the MTP head in its checkpoint. Raise ModelError if there is none."""
+    stored, target = alone.target.stored, alone.config
+    assert target is not None, "our engine computes the target"
+    config = read_mtp_config(stored.config, target, stored.tensors, width=settings.width)
+    tensors = mtp_tensors(stored.sizes)
+    is_packed = any(size.is_packed for size in tensors.values())
+    head = replace(
+        stored,
+        name=MTP,
+        config=stored.config if is_packed else {},
+        quant_file=stored.quant_file if is_packed else None,
+        tensors=None if stored.tensors is None else tensors,
+    )
+    shape = mtp_shape(config)
+    num_values = sum(size.num_values for size in tensors.values())
+    if tensors and not is_packed and shape.values is not None and num_values != shape.values.total:
+        raise ModelError(
+            f"'{stored.name}': the tensors of its MTP head, mtp.fc.weight and others, hold {num_values:,} "
+            f"values, but config.json asks for {shape.values.total:,}. Use --draft none."
+        )
+    return replace(alone, draft=Model(head, shape), draft_config=config, block=config.block)
 
 
 def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: bool) -> Pair:
@@ -153,7 +198,7 @@ def check_stored(target: Stored, draft: Stored) -> None:
 def _check_match(pair: Pair) -> None:
     assert pair.draft is not None
     target, draft = pair.target, pair.draft
-    if pair.config is not None and pair.draft_config is not None:
+    if pair.config is not None and isinstance(pair.draft_config, DraftConfig):
         check_pair(pair.draft_config, pair.config, target.stored.eos_ids)
     elif draft.shape.hidden_size != target.shape.hidden_size:
         raise ModelError(

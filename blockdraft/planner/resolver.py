@@ -24,7 +24,7 @@ from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
 from blockdraft.planner.kv_choice import KvChoice, KvRequest, check_on_card, kv_choice
 from blockdraft.planner.plan import (
@@ -132,7 +132,7 @@ def resolve(
     settings: Settings,
     machine: Machine,
     model: ModelConfig,
-    draft: DraftConfig | None,
+    draft: AnyDraftConfig | None,
     *,
     weights: Weights,
     draft_weights: Weights | None = None,
@@ -171,11 +171,15 @@ class _Resolver:
     """Replaces each "auto" of the settings by a value, and records the reason."""
 
     def __init__(
-        self, settings: Settings, machine: Machine, model: ModelConfig, draft: DraftConfig | None
+        self, settings: Settings, machine: Machine, model: ModelConfig, draft: AnyDraftConfig | None
     ) -> None:
         self.settings, self.machine, self.model, self.draft = settings, machine, model, draft
         self.is_cpu = runs_on_cpu(settings, machine)
         self.reasons: dict[str, str] = {}
+
+    @property
+    def _is_mtp(self) -> bool:
+        return isinstance(self.draft, MtpConfig)
 
     def take(self, name: str, otherwise: T, why: str) -> T:
         """Return the user's value, or `otherwise` for "auto". Record the reason."""
@@ -248,7 +252,10 @@ class _Resolver:
 
     def _explain_devices(self) -> None:
         """Record the reasons for drafter, device and memory share, which are resolved before the plan."""
-        self.take("draft", "", "it was made for the model" if self.draft else "none is known for it")
+        made = "it was made for the model"
+        if self._is_mtp:
+            made = "the model's own MTP head, as no drafter ships for it"
+        self.take("draft", "", made if self.draft else "none is known for it")
         why, error = "the driver finds no GPU", self.machine.gpu_error
         if error is not None:
             why = f"the driver does not answer ({error})"
@@ -325,7 +332,8 @@ class _Resolver:
             )
         block = draft.block if draft else NGRAM_BLOCK if self.settings.draft == NGRAM else 1
         width = min(block, CPU_WIDTH) if self.is_cpu else block
-        width = self.take("width", width, width_reason(width, block, is_trained=draft is not None))
+        is_trained = draft is not None and not self._is_mtp
+        width = self.take("width", width, width_reason(width, block, is_trained=is_trained))
         return width, max(width, block)
 
     def _draft_ngram(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockdraft.cache.spec import Compressed, LayerSpec, Newest, Paged, Recurrent, SharedWith, Windowed
 from blockdraft.checkpoints.config_fields import Fields, read_heads
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.planner.values import Values, draft_values, target_values
+from blockdraft.models.mtp_config import MtpConfig
+from blockdraft.planner.values import Values, draft_values, mtp_values, target_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,12 @@ def draft_shape(config: DraftConfig, *, has_head: bool) -> Shape:
         values=draft_values(config, has_head=has_head),
         num_taps=len(config.taps),
     )
+
+
+def mtp_shape(config: MtpConfig) -> Shape:
+    shape, layer = config.shape, config.shape.layers[config.layer_index]
+    one = target_shape(replace(shape, layers=(layer,)))
+    return replace(one, name=config.name, values=mtp_values(config), rope_bytes=0)  # the target's rope
 
 
 def raw_shape(raw: Mapping[str, object], *, name: str) -> Shape:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from blockdraft.models.config import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig, MoEConfig
+from blockdraft.models.config import (
+    AttentionConfig,
+    DeltaConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from blockdraft.models.draft_config import DraftConfig, LiLiCorrHead
+from blockdraft.models.mtp_config import MtpConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +45,24 @@ def target_values(config: ModelConfig) -> Values:
     count = Values(embedding=table, head=0 if config.ties_embeddings else table)
     count += _norms(config.hidden_size, is_wide=has_wide_norms)
     for layer in config.layers:
-        count += _mixer(config, layer.mixer)
-        if layer.moe is not None:
-            count += _experts(config, layer.moe)
-        if layer.mlp is not None:
-            count += _dense(config.hidden_size, layer.mlp)
-        count += _layer_norms(config, has_experts=layer.moe is not None, is_wide=has_wide_norms)
+        count += _layer(config, layer, is_wide=has_wide_norms)
     return count
+
+
+def mtp_values(config: MtpConfig) -> Values:
+    """Count the values of an MTP head; embedding and logits are the target's."""
+    size = config.hidden_size
+    count = _linear(2 * size, size) + _norms(3 * size, is_wide=True)
+    return count + _layer(config.shape, config.shape.layers[config.layer_index], is_wide=True)
+
+
+def _layer(config: ModelConfig, layer: LayerConfig, *, is_wide: bool) -> Values:
+    count = _mixer(config, layer.mixer)
+    if layer.moe is not None:
+        count += _experts(config, layer.moe)
+    if layer.mlp is not None:
+        count += _dense(config.hidden_size, layer.mlp)
+    return count + _layer_norms(config, has_experts=layer.moe is not None, is_wide=is_wide)
 
 
 def draft_values(config: DraftConfig, *, has_head: bool) -> Values:

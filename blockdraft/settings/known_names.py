@@ -58,7 +58,10 @@ OTHERWISE = {
     ),
     "speculative_num_draft_tokens": ("SGLang", "{width}: tokens verified per step"),
     "draft_max": ("llama.cpp", "{width}, which counts the token before the drafts too: 7 drafts are 8"),
-    "speculative_algorithm": ("SGLang", "{draft}: a DFlash drafter, or ngram, which has no weights"),
+    "speculative_algorithm": (
+        "SGLang",
+        "{draft}: a DFlash drafter, mtp (the model's own head), or ngram, which has no weights",
+    ),
     "mem_fraction_static": ("SGLang", "{gpu_memory_utilization}: a share of all memory, weights included"),
     "enforce_eager": ("vLLM", "{no_graphs}"),
     "cuda_graph": ("SGLang", "{graphs}"),

@@ -22,7 +22,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?",
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
-_OWN_WORDS = {"model": "or 'default'", "drafter": "'dflash2', 'ngram', or 'none'"}
+_OWN_WORDS = {"model": "or 'default'", "drafter": "'dflash2', 'mtp', 'ngram', or 'none'"}
 DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the default model's id on the hub
 DEFAULT_BYTES = 98_362_432  # size of the default model's GGUF file
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -21,7 +21,8 @@ TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plai
 ENGINES = ("native", "vllm", "sglang")
 NGRAM = "ngram"  # as a drafter: n-gram lookup, without a model
 DFLASH2 = "dflash2"  # as a drafter: the shipped head for the model
-DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # words, not folders: a folder of that name is ./ngram
+MTP = "mtp"  # as a drafter: the head for multi-token prediction in the target's own checkpoint
+DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2, MTP)  # words, not folders: a folder of that name is ./ngram
 MAX_NGRAM = 32  # longest match of tokens with earlier ones
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
@@ -44,8 +45,10 @@ class Settings:
     draft: str | None = _setting(
         "auto",
         "drafter: folder or hub id; 'auto': the drafter that ships with us for the model (GGUF files: also a "
-        "known one on this disk); 'dflash2': the shipped drafter with its DFlash2 head ('auto' uses the head "
-        "on a GPU with our engine); 'ngram': copy what followed the same tokens earlier (any model); 'none'",
+        "known one on this disk), else the model's own MTP head with our engine; 'dflash2': the shipped "
+        "drafter with its DFlash2 head ('auto' uses the head on a GPU with our engine); 'mtp': the MTP head "
+        "in the model's checkpoint (Qwen3-Next, Qwen3.5, Qwen3.6); 'ngram': copy what followed the same "
+        "tokens earlier (any model); 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",
@@ -167,7 +170,7 @@ class Settings:
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
         self._check_engine()
-        self._check_ngram()
+        self._check_drafts()
         if self.synthetic_acceptance is not None:
             read_profile(self.synthetic_acceptance)
             if self.draft in (None, "none"):
@@ -193,9 +196,14 @@ class Settings:
         if self.num_nodes > 1 and self.head_address is None:
             raise SettingsError(f"num_nodes = {self.num_nodes}, but no head is given: add --head-address.")
 
-    def _check_ngram(self) -> None:
-        """Raise SettingsError for n-gram drafts that the engine cannot make."""
+    def _check_drafts(self) -> None:
+        """Raise SettingsError for drafts of n-grams or of an MTP head that the engine cannot make."""
         asked = self.draft_ngram
+        if self.engine != "native" and self.draft == MTP:
+            raise SettingsError(
+                f"{self.engine} is not started with a model's own MTP head, only our native engine is: leave "
+                "out --draft mtp."
+            )
         if self.engine != "native" and (self.draft == NGRAM or asked not in ("auto", 0)):
             raise SettingsError(
                 f"{self.engine} cannot draft from n-grams, only our native engine can: leave out "

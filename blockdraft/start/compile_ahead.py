@@ -160,11 +160,13 @@ def run_steps(engine: Engine) -> None:
     for counts in chunks:
         if len(counts) <= plan.max_num_seqs:
             rows.activate((), len(counts))
-            engine.prefill(_token_ids(engine, sum(counts)), counts)
+            token_ids = _token_ids(engine, sum(counts))
+            engine.prefill(token_ids, token_ids, counts)
     for num_tokens, num_rows in _graph_shapes(engine):
         rows.activate((), num_rows)
         offsets = torch.zeros(num_rows + 1, dtype=torch.int64, device=engine.models.device)
-        engine.prefill(_token_ids(engine, num_tokens), widest_counts(num_tokens, num_rows), offsets)
+        token_ids = _token_ids(engine, num_tokens)
+        engine.prefill(token_ids, token_ids, widest_counts(num_tokens, num_rows), offsets)
     blocks = {(len(piece.rows), piece.counts[0]) for piece in pieces if not piece.is_known}
     blocks |= {
         (size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_num_seqs)

@@ -15,11 +15,12 @@ from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.model_folder import GENERATION_FILE
-from blockdraft.checkpoints.opening import open_checkpoint, stored_form
+from blockdraft.checkpoints.opening import open_checkpoint, stored_form, stored_head
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
-from blockdraft.checkpoints.weights import load_checkpoint
+from blockdraft.checkpoints.read_mtp_config import expects_mtp, read_mtp_config
+from blockdraft.checkpoints.weights import load_checkpoint, match_tensors
 from blockdraft.engine.loaded_pair import Labels, LoadedPair
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, FetchError, ModelError
@@ -32,18 +33,21 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
+from blockdraft.models.mtp import MtpHead
+from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.models.registry import build_decoder
-from blockdraft.planner.known_pairs import KnownDrafter
+from blockdraft.planner.known_pairs import KnownDrafter, KnownPair, pairs_of
 from blockdraft.planner.plan import Plan, Weights
 from blockdraft.planner.resolver import device_for, known_drafter_for, resolve, with_drafter
-from blockdraft.planner.values import Values, draft_values, target_values
+from blockdraft.planner.values import Values, draft_values, mtp_values, target_values
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.settings import NGRAM, Settings, check_device
+from blockdraft.settings.settings import MTP, NGRAM, Settings, check_device
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.gguf_choices import gguf_choices
 from blockdraft.start.preflight import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.step.mtp import MtpDrafter
 from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
 from blockdraft.step.pairs import drafter_type
 from blockdraft.text.tokenizer import Tokenizer
@@ -67,8 +71,8 @@ class OpenedTarget:
 class OpenedDrafter:
     """A drafter that was found and matches its target; its weights are not read yet."""
 
-    checkpoint: Checkpoint
-    config: DraftConfig
+    checkpoint: Checkpoint  # of an MTP head: the target's
+    config: AnyDraftConfig
     weights: Weights
     acceptance: Acceptance
 
@@ -104,12 +108,16 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     source = with_drafter(settings, report, on_card=device.type != "cpu").draft
     target = _open_target(settings, report)
     draft, why_none = None, ""
-    if source not in (None, "none", NGRAM):
+    if source == MTP:
+        draft = _open_mtp(target, settings)
+    elif source not in (None, "none", NGRAM):
         needs_weights = settings.load_format != "dummy"
         draft = _open_drafter(source, target, report, needs_weights=needs_weights)
     elif isinstance(target.checkpoint, GgufCheckpoint):
         known = known_drafter_for(settings, target.checkpoint.published_names)
         draft, why_none = _open_known(known, target, report)
+    elif settings.draft == "auto" and expects_mtp(target.config):
+        draft = _open_own(target, settings, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
     methods = [one.weights.method for one in (target, draft) if one is not None]
@@ -150,6 +158,40 @@ def _open_drafter(
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
     values = draft_values(config, has_head=_has_head(checkpoint if needs_weights else None, config))
     return OpenedDrafter(checkpoint, config, _weights(checkpoint, values), acceptance)
+
+
+def _open_mtp(target: OpenedTarget, settings: Settings) -> OpenedDrafter:
+    """Open the MTP head in the target's checkpoint. Raise ModelError if it is missing or does not fit."""
+    checkpoint = target.checkpoint
+    tensors = None if settings.load_format == "dummy" else checkpoint.tensors()
+    config = read_mtp_config(checkpoint.config, target.config, tensors, width=settings.width)
+    method = None
+    if tensors is not None:
+        head = _empty(checkpoint.name, functools.partial(MtpHead, config), "float32")
+        slots = match_tensors(head, checkpoint, tensors)
+        is_packed = any(piece.scheme is not None for slot in slots for piece in slot.pieces)
+        method = target.weights.method if is_packed else None
+    return OpenedDrafter(checkpoint, config, Weights(mtp_values(config).total, method), {})
+
+
+def _open_own(
+    target: OpenedTarget, settings: Settings, report: Callable[[str], None]
+) -> OpenedDrafter | None:
+    """Return the target's opened MTP head, or None if it cannot be used; then say why."""
+    try:
+        found = _open_mtp(target, settings)
+        report(_own_used(pairs_of([settings.model])))
+        return found
+    except ModelError as error:
+        report(f"the model's own MTP head does not draft: {error}")
+        return None
+
+
+def _own_used(known: tuple[KnownPair, ...]) -> str:
+    """Return a line about the MTP head that "auto" takes, and about the drafters `known` for the model."""
+    others = " or ".join(f"--draft {pair.drafter}" for pair in known)
+    better = f"; a drafter was trained for this model, too: {others}" if others else ""
+    return f"the model's own MTP head drafts{better}"
 
 
 def _open_known(
@@ -260,8 +302,12 @@ def read_weights(
     draft_stored = None
     if draft is not None:
         draft_source = None if is_dummy else draft.checkpoint
-        draft_stored = stored_form(draft_source, draft.checkpoint.name, draft.weights.method)
-        drafter = load_dflash(draft_source, draft.config, target, plan, device)
+        if isinstance(draft.config, MtpConfig):
+            draft_stored = stored_head(draft_source, draft.checkpoint.name, draft.weights.method)
+            drafter = load_mtp(draft_source, draft.config, target, plan, device)
+        else:
+            draft_stored = stored_form(draft_source, draft.checkpoint.name, draft.weights.method)
+            drafter = load_dflash(draft_source, draft.config, target, plan, device)
         draft.checkpoint.close()
     checkpoint.close()
     return LoadedPair(
@@ -310,7 +356,7 @@ def _how(quantization: str) -> str:
 def load_target(
     checkpoint: Checkpoint | None,
     config: ModelConfig,
-    draft: DraftConfig | None,
+    draft: AnyDraftConfig | None,
     plan: Plan,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -357,6 +403,19 @@ def load_dflash(
             model.leave_out_idle_convs()
     model = bind(model.requires_grad_(False).eval(), target.kernels)
     return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
+
+
+def load_mtp(
+    checkpoint: Checkpoint | None, config: MtpConfig, target: Decoder, plan: Plan, device: torch.device
+) -> MtpDrafter:
+    """Load the target's MTP head with the weights of `checkpoint`, or with random weights if it is None."""
+    model = _empty(target.config.name, functools.partial(MtpHead, config), plan.dtype)
+    if checkpoint is None:
+        fill(model, storage=plan.draft_quantization, device=device)
+    else:
+        load_checkpoint(model, checkpoint, storage=plan.draft_quantization, device=device)
+    model = bind(model.requires_grad_(False).eval(), target.kernels)
+    return MtpDrafter(model, target, draft_ngram=plan.draft_ngram)
 
 
 def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:

@@ -41,6 +41,7 @@ def decode_parts(  # noqa: PLR0913
     logits = target.logits(hidden).view(*block.shape, -1)
     verdict = verify(logits, block, rows, view.starts, allowed, num_logprobs=num_logprobs, rates=rates)
     drafter.absorb(features, view)  # unmasked: rejected positions are scratch
+    drafter.follow(hidden, verdict.token_ids.flatten(), verdict.num_committed, view, rows)
     cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
     rows.advance(block, verdict.token_ids, verdict.num_committed)
     return verdict

@@ -104,6 +104,9 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
+    def follow(self, hidden: Tensor, next_ids: Tensor, num_kept: Tensor, view: CacheView, rows: Rows) -> None:
+        """Do nothing: the features say what the drafter needs."""
+
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
         """Say if each draft's choice depends on the token before it, for this many drafts and rows."""
         return False

@@ -36,6 +36,12 @@ class Drafter(Protocol):
     def absorb(self, features: Tensor, view: View) -> None:
         """Remember the target's features [N, F] of the view's positions as context."""
 
+    def follow(self, hidden: Tensor, next_ids: Tensor, num_kept: Tensor, view: CacheView, rows: Rows) -> None:
+        """Remember the target's hidden states [N, E] of the view's positions, and the tokens [N] after them.
+
+        The first `num_kept` [R] positions of each row are committed.
+        """
+
 
 class Weightless:
     """The base of drafters without a model."""
@@ -47,6 +53,9 @@ class Weightless:
         return self
 
     def absorb(self, features: Tensor, view: View) -> None:
+        """Remember nothing."""
+
+    def follow(self, hidden: Tensor, next_ids: Tensor, num_kept: Tensor, view: CacheView, rows: Rows) -> None:
         """Remember nothing."""
 
 

@@ -17,24 +17,27 @@ from blockdraft.step.verify import LOGIT_SLICE, Logprobs, joined, measure
 
 
 @torch.inference_mode()
-def prefill_step(
+def prefill_step(  # noqa: PLR0913
     *,
     target: Decoder,
     drafter: Drafter,
     cache: Cache,
     rows: Rows,
     token_ids: Tensor,
+    next_ids: Tensor,
     counts: tuple[int, ...],
     offsets: Tensor | None = None,
 ) -> Tensor:
     """Run token_ids [N], `counts[r]` of them for each active row, and return hidden states [N, E].
 
-    With `offsets` (as in Blocks), only the device knows how many tokens each row has.
+    next_ids [N] are the tokens one position later. With `offsets` (as in Blocks), only the device knows how
+    many tokens each row has.
     """
     view = cache.view(rows, counts, is_known=True, offsets=offsets)  # nothing to verify: written is committed
     hidden: Tensor
     hidden, features = target(token_ids, view)
     drafter.absorb(features, view)
+    drafter.follow(hidden, next_ids, view.offsets.diff(), view, rows)
     rows.extend(counts if offsets is None else offsets.diff())
     return hidden
 

@@ -24,7 +24,8 @@ from blockdraft.step.graphs import StepGraphs
 TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy anyway
 ROWS = (1, 8, 64)  # rows for prompts; a graph adds the scratch row
 
-Prefill = Callable[[Tensor, tuple[int, ...], Tensor], object]  # token ids, counts, offsets
+# token ids, the tokens one position later, counts, offsets
+Prefill = Callable[[Tensor, Tensor, tuple[int, ...], Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +35,27 @@ class PrefillGraph:
     num_tokens: int
     num_rows: int
     graph: Graph
-    inputs: Tensor  # [num_tokens + num_rows + 1] token ids, then offsets
+    inputs: Tensor  # [2 * num_tokens + num_rows + 1], as `filled` makes them
 
     @torch.inference_mode()
-    def replay(self, token_ids: Items[int], counts: Items[int]) -> None:
+    def replay(self, token_ids: Items[int], next_ids: Items[int], counts: Items[int]) -> None:
         """Run the graph. `counts[r]` tokens belong to active row r; the rows are padded to `num_rows`."""
-        values = filled(token_ids, counts, self.num_tokens, self.num_rows)
+        values = filled(token_ids, next_ids, counts, self.num_tokens, self.num_rows)
         self.inputs.copy_(to_device(values, self.inputs.device))
         self.graph.replay()
 
 
-def filled(token_ids: Items[int], counts: Items[int], num_tokens: int, num_rows: int) -> list[int]:
-    """Return a graph's input: token ids, then each row's offset. The last row gets the padding tokens."""
+def filled(
+    token_ids: Items[int], next_ids: Items[int], counts: Items[int], num_tokens: int, num_rows: int
+) -> list[int]:
+    """Return a graph's input: token ids, the next ids, then each row's offset.
+
+    The last row gets the padding tokens.
+    """
     ends = list(itertools.accumulate(counts))
     padding = [0] * (num_tokens - len(token_ids))
-    return [*token_ids, *padding, 0, *ends, *[ends[-1]] * (num_rows - 1 - len(ends)), num_tokens]
+    offsets = [0, *ends, *[ends[-1]] * (num_rows - 1 - len(ends)), num_tokens]
+    return [*token_ids, *padding, *next_ids, *padding, *offsets]
 
 
 class PrefillGraphs:
@@ -101,11 +108,11 @@ class PrefillGraphs:
     def _capture(self, num_tokens: int, num_rows: int) -> PrefillGraph:
         rows = self._rows
         rows.activate((), num_rows)  # only scratch rows, so no sequence changes
-        inputs = to_device(filled((), (0,), num_tokens, num_rows), rows.device)
-        token_ids, offsets = inputs[:num_tokens], inputs[num_tokens:]
+        inputs = to_device(filled((), (), (0,), num_tokens, num_rows), rows.device)
+        token_ids, next_ids, offsets = torch.split(inputs, [num_tokens, num_tokens, num_rows + 1])
         counts = widest_counts(num_tokens, num_rows)
-        self._captures.warm(lambda: self._prefill(token_ids, counts, offsets))
-        graph, _ = self._captures.capture(lambda: self._prefill(token_ids, counts, offsets))
+        self._captures.warm(lambda: self._prefill(token_ids, next_ids, counts, offsets))
+        graph, _ = self._captures.capture(lambda: self._prefill(token_ids, next_ids, counts, offsets))
         return PrefillGraph(num_tokens, num_rows, graph, inputs)
 
 

@@ -36,6 +36,7 @@ from blockdraft.training.fit_report import (
     LOW,
     RAISES_ELSEWHERE,
     Cost,
+    FitKind,
     FitQuestion,
     FitReport,
     SimulationAgreement,
@@ -87,7 +88,7 @@ def fit(
         prospect = prospect_of(question, config, categories, costs, overall, greedy)
     return FitReport(
         question=question,
-        kind="ngram" if config is None else config.kind,
+        kind=session.kind,
         title=session.title,
         width=session.width,
         dtype=session.dtype,
@@ -148,8 +149,11 @@ class _Session:
         self._question, self._show = question, show
         self._llm = _load(question, question.quantization, show)
         models, plan = self._llm.engine.models, self._llm.engine.plan
-        self.config: DraftConfig | None = models.draft_config  # None: n-grams are the drafts
-        title = drafting_title(self.config, plan.draft_ngram)
+        config = models.draft_config
+        self.kind: FitKind = "ngram" if config is None else config.kind
+        # None: drafts of n-grams or of an MTP head; neither has a simulation, or is trained here
+        self.config = config if isinstance(config, DraftConfig) else None
+        title = drafting_title(config, plan.draft_ngram)
         if title is None:
             raise SettingsError(f"no drafter ships for '{question.target}': give one, or '{NGRAM}'.")
         self.title = title

@@ -25,6 +25,7 @@ AGREES = 0.01  # relative difference that engine and simulation may have
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
 DECAYS = 0.9  # later drafts are weak if they are right less often than this times the first draft
+FitKind = DraftKind | Literal["mtp", "ngram"]
 OWN_PROMPTS = "prompts.jsonl"  # named in the advice: a file that the user has to write
 
 
@@ -116,7 +117,7 @@ class FitReport:
     """All results of `fit` for a pair."""
 
     question: FitQuestion
-    kind: DraftKind | Literal["ngram"]
+    kind: FitKind
     title: str  # the drafter's title
     width: int
     dtype: str

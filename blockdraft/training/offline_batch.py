@@ -190,6 +190,7 @@ class OfflineBatch:
             cache=engine.cache,
             rows=engine.rows,
             token_ids=to_device([t for ids in prompts for t in ids[:-1]], engine.models.device),
+            next_ids=to_device([t for ids in prompts for t in ids[1:]], engine.models.device),
             counts=tuple(len(ids) - 1 for ids in prompts),
         )
 

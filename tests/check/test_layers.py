@@ -18,8 +18,10 @@ from blockdraft.models.lattice import Lattice
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
+from blockdraft.step.mtp import MtpDrafter
 from tests import tiny
 from tests.faults import FAULTS, engine, prompt, worst
+from tests.lossless import families
 from tests.lossless.families import NAMES
 from tests.matrix import slow_but
 
@@ -44,6 +46,24 @@ ROOM = 0.6  # of the bound: what a sound model may use of it here, so that it ha
 def test_sound_models_pass(name, dtype):
     found = worst(engine(name, dtype))
     assert found.off < ROOM, found
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_5-mrope", "float32"), ("qwen3_next-whole", "bfloat16")])
+def test_a_model_s_own_head_is_checked(name, dtype, monkeypatch):
+    """Also the keys that it leaves behind: here, of pairs with another token."""
+    models, plan = families.mtp_pair(name, dtype=dtype, max_model_len=500, cache_bytes=64 << 20)
+
+    def worst_of_head():
+        found = check_layers(Engine(models, plan), lambda count: [(7 * i) % 90 for i in range(count)])
+        assert "the MTP head" in {one.part for one in found if one.is_draft}
+        return max(one.off for one in found if one.is_draft)
+
+    assert worst_of_head() < ROOM
+    follow = MtpDrafter.follow
+    monkeypatch.setattr(
+        MtpDrafter, "follow", lambda one, hidden, next_ids, *rest: follow(one, hidden, next_ids - 1, *rest)
+    )
+    assert worst_of_head() > 1
 
 
 def test_an_exact_model_is_exact():

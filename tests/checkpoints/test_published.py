@@ -8,6 +8,8 @@ import torch
 
 from blockdraft.checkpoints import checkpoint, weights
 from blockdraft.checkpoints.read_model_config import read_model_config
+from blockdraft.checkpoints.read_mtp_config import read_mtp_config
+from blockdraft.models.mtp import MtpHead
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.known_pairs import find_models
 from tests.checkpoints.published import (
@@ -69,6 +71,25 @@ def test_every_published_tensor_is_loaded_but_for_vision(name):
     tensors = published_tensors(name)
     expected = {tensor for tensor in tensors if not is_aside(tensor)}
     assert loaded_names(published_config(name), tensors, name) == expected
+
+
+FUSED = {f"mtp.layers.0.mlp.experts.{part}": None for part in ("gate_up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "count"),
+    [("Qwen/Qwen3.5-27B", {}, 15), ("Qwen/Qwen3.5-35B-A3B", {}, 785), ("Qwen/Qwen3.5-35B-A3B", FUSED, 19)],
+    ids=["dense", "experts one by one", "experts fused"],
+)
+def test_an_mtp_head_has_the_published_number_of_tensors(name, stored, count):
+    config = published_config(name)
+    with torch.device("meta"):
+        head = MtpHead(read_mtp_config(config, read_model_config(config, name=name), None))
+    slots = weights.slots_of(head, stored)
+    names = {tensor for slot in slots for piece in slot.pieces for tensor in piece.stored()}
+    assert len(names) == count
+    assert all(one.startswith("mtp.") for one in names)
+    assert head.fc.weight.shape == (head.config.hidden_size, 2 * head.config.hidden_size)
 
 
 @pytest.mark.parametrize("name", slow_but(FAST[1:], "google/gemma-4-26B-A4B-it"))

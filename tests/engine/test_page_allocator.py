@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 
 
-def allocator(num_pages=10, page_size=2):
-    return PageAllocator(num_pages=num_pages, first=2, page_size=page_size)
+def allocator(num_pages=10, page_size=2, num_later=0):
+    return PageAllocator(num_pages=num_pages, first=2, page_size=page_size, num_later=num_later)
 
 
 def test_reserved_pages_are_never_handed_out():
@@ -51,6 +51,16 @@ def test_the_same_tokens_after_another_beginning_are_another_prefix():
     held = pages.allocate(2)
     pages.remember([1, 2, 3, 4], held, 0)
     assert pages.match([3, 4]) == []
+
+
+def test_a_page_that_depends_on_the_next_token_is_found_before_that_token_only():
+    pages = allocator(num_later=1)
+    held = pages.allocate(2)
+    assert pages.remember([1, 2, 3, 4, 5], held, 0) == 2
+    assert pages.match([1, 2, 3, 4, 6], length=4) == held[:1]
+    assert pages.match([1, 2, 3, 4, 5], length=4) == held
+    assert pages.match([1, 2, 3, 4, 5], length=3) == held[:1]
+    assert len(pages.nodes_of([1, 2, 3, 4, 5], 4)) == 2
 
 
 def test_a_freed_prefix_can_be_claimed_again_until_its_pages_are_needed():

@@ -32,6 +32,12 @@ def test_every_kind_of_drafter_in_graphs_emits_the_tokens_of_plain_decoding(kind
     stepping.check_kind(CARD, kind, temperature=temperature)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5-mrope", "qwen3_next-whole"])
+def test_a_model_s_own_head_in_graphs_emits_the_tokens_of_plain_decoding(name, overlap):
+    stepping.check_mtp(name, CARD, overlap=overlap)
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 def test_the_bits_of_a_token_do_not_depend_on_its_column(max_num_seqs):
     stepping.check_columns(CARD, max_num_seqs=max_num_seqs)

@@ -17,6 +17,7 @@ from tests import tiny
 from tests.fixtures import make_pair as fixture
 from tests.models import families
 from tests.models.checkpoints import load_pair, write_draft, write_target
+from tests.models.mtp import write_mtp_target
 
 BLOCK = 16
 MAX_MODEL_LEN = 120
@@ -79,11 +80,26 @@ def make_pair(family, overrides, *, seed, block=BLOCK, **settings):
         weights = fixture.draft_weights(raw, torch.Generator().manual_seed(seed))
         write_draft(draft, raw, weights)
         loaded, plan = load_pair(target, draft, **settings)
-    if config.tie_word_embeddings:
+    return untied(loaded), plan
+
+
+def untied(loaded):
+    if loaded.config.ties_embeddings:
         # Random weights behind a tied head repeat the last token for ever, whatever came before it.
         loaded.target.embedding.weight *= 0.1
         loaded.target.norm.weight *= 10
-    return loaded, plan
+    return loaded
+
+
+@functools.cache
+def mtp_pair(name, *, attends=False, **settings):
+    """A hybrid that drafts with its own head, and the plan; `attends`: all layers do, as prefixes need."""
+    changes = {"layer_types": ["full_attention"] * families.HYBRID["num_hidden_layers"]} if attends else {}
+    shared = {"dtype": "float64", "max_model_len": MAX_MODEL_LEN, "width": BLOCK, "max_num_seqs": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        write_mtp_target(Path(folder), name, **changes)
+        loaded, plan = load_pair(Path(folder), "mtp", **shared | settings)
+    return untied(loaded), plan
 
 
 def draft_config(target, block=BLOCK):

@@ -175,6 +175,21 @@ def test_its_own_drafter_with_random_weights_changes_nothing(name, schedule):
 
 
 @pytest.mark.parametrize(
+    ("name", "schedule"),
+    slow_but(
+        [(name, schedule) for name in HYBRID_NAMES for schedule in SCHEDULES],
+        *zip(HYBRID_NAMES, SCHEDULES[1:], strict=False),
+    ),
+    ids=str,
+)
+def test_its_own_mtp_head_changes_nothing(name, schedule):
+    pair, requests = families.mtp_pair(name), families.make_requests((1, 9, 4))
+    ran = run_watched(families.engine(pair, **schedule), requests)
+    assert ran.results == families.plain(pair, requests)
+    assert len(ran.counts) > 1
+
+
+@pytest.mark.parametrize(
     ("name", "plan"), in_turns([{"width": 16, "is_captured": True}, {"width": 4, "overlap": True}]), ids=str
 )
 def test_preemption_changes_nothing(name, plan):
@@ -444,7 +459,7 @@ def cases(draw):
         "is_captured": draw(st.booleans()),
         "num_states": draw(st.sampled_from([1, 4, 50])),
     }
-    return requests, plan, draw(st.sampled_from(["own", "hinted"])), has_second
+    return requests, plan, draw(st.sampled_from(["own", "hinted", "mtp"])), has_second
 
 
 def check_case(pair, case):
@@ -452,6 +467,8 @@ def check_case(pair, case):
     expected = families.plain(pair, requests)
     if drafter == "hinted":
         drafter = families.hinted(pair[0], requests, expected)
+    elif drafter == "mtp":
+        drafter = "own"
     engine = families.engine(pair, drafter, **plan)
     assert tiny.run(engine, requests) == expected
     if has_second:
@@ -460,9 +477,10 @@ def check_case(pair, case):
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(name=st.sampled_from(NAMES), case=cases())
-def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case):
-    check_case(families.pair(name), case)
+@given(name=st.sampled_from(NAMES), case=cases(), attends=st.booleans())
+def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case, attends):
+    has_head = case[2] == "mtp" and name in HYBRID_NAMES
+    check_case(families.mtp_pair(name, attends=attends) if has_head else families.pair(name), case)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests import stepping, tiny
 from tests.grammar import json_tokens
+from tests.lossless import families
 from tests.matrix import slow_but
 from tests.stepping import pin
 
@@ -72,6 +73,26 @@ def test_tokens_and_lengths_are_those_of_the_reference(drafter):
     if drafter != "DFlash2":  # whose head knows nothing
         assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
+
+
+def test_a_model_s_own_head_drafts_as_with_the_reference():
+    """Its keys are written by prefills, blocks and its own runs, and a graph's prefill leaves the same."""
+    models, plan = families.mtp_pair("qwen3_5-mrope", dtype="float32", device="cpu")
+    plan = replace(plan, width=WIDTH, block=WIDTH, page_size=4, num_pages=24, max_num_seqs=2)
+    found, kernels = [], kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    for used in (REFERENCE, kernels):
+        engine = Engine(models.with_kernels(used), replace(plan, max_num_seqs=2))
+        found.append((tiny.run(pin(engine, is_captured=False), REQUESTS), engine.stats.num_blocks))
+    assert found[0] == found[1]
+    assert found[0][1] < sum(len(tokens) for [(tokens, _, _)] in found[0][0])
+    steps, plan = (
+        (((2, 2), (0, 1)), ((2, 1), (1, 1))),
+        replace(plan, max_num_seqs=stepping.MAX_ROWS, num_pages=100),
+    )
+    as_a_graph = functools.partial(stepping.prefill_filled_up, num_tokens=4, num_rows=4)
+    ways = (as_a_graph, stepping.prefill_alone)
+    models = models.with_kernels(kernels)
+    stepping.assert_same_prefills(*(stepping.play_prefills(Engine(models, plan), steps, way) for way in ways))
 
 
 def test_a_prefill_of_a_graph_s_shape_leaves_a_hybrid_s_states_as_without():

@@ -293,7 +293,7 @@ def test_context_left_by_real_steps_is_what_transformers_would_give(width):
     rows.activate(range(num_rows))
     parts = {"target": models.target, "drafter": models.drafter, "cache": bench.cache, "rows": rows}
     prompts = torch.tensor([ids[:-1] for ids in texts]).flatten()
-    prefill_step(**parts, token_ids=prompts, counts=(4, 4))
+    prefill_step(**parts, token_ids=prompts, next_ids=prompts, counts=(4, 4))
     hf = LlamaForCausalLM.from_pretrained(tiny.TARGET, attn_implementation="eager").double()
     embedding = hf.get_input_embeddings().weight.detach()
     weights = {name: tensor.double() for name, tensor in load_file(f"{tiny.DRAFT}/model.safetensors").items()}

@@ -96,7 +96,9 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
 
     monkeypatch.setattr(compile_ahead.Engine, "decode", decode)
     monkeypatch.setattr(
-        compile_ahead.Engine, "prefill", lambda engine, ids, counts, offsets=None: prefilled.add(counts)
+        compile_ahead.Engine,
+        "prefill",
+        lambda engine, ids, later, counts, offsets=None: prefilled.add(counts),
     )
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
     engine = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16)

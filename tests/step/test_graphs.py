@@ -181,9 +181,9 @@ def test_widths_are_compared():
 
 
 def test_what_a_prefill_has_less_than_its_graph_is_the_last_rows():
-    assert filled([7, 8, 9], [1, 2], 5, 4) == [7, 8, 9, 0, 0, 0, 1, 3, 3, 5]
-    assert filled([7, 8, 9, 6], [4], 4, 2) == [7, 8, 9, 6, 0, 4, 4]
-    assert filled((), (0,), 3, 3) == [0, 0, 0, 0, 0, 0, 3]
+    assert filled([7, 8, 9], [8, 9, 4], [1, 2], 5, 4) == [7, 8, 9, 0, 0, 8, 9, 4, 0, 0, 0, 1, 3, 3, 5]
+    assert filled([7, 8], [8, 9], [2], 2, 2) == [7, 8, 8, 9, 0, 2, 2]
+    assert filled((), (), (0,), 2, 3) == [0, 0, 0, 0, 0, 0, 0, 2]
 
 
 def test_there_is_a_prefill_graph_for_every_number_of_prompts_and_tokens():
