@@ -229,12 +229,17 @@ class Meddler(Weightless):
         self.meddle("absorb", view)
         self.drafter.absorb(features, view)
 
+    def follow(self, hidden, next_ids, num_kept, view, rows):
+        self.meddle("follow", view)
+
     def meddle(self, name, view):
         if name == self.name:
             view._storage[1].values.mul_(-1)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("draft", "float64"), ("absorb", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("draft", "float64"), ("absorb", "bfloat16"), ("follow", "float64")]
+)
 def test_a_drafter_that_touches_the_targets_cache_stops_the_start(name, dtype):
     engine = tiny.engine(Meddler(tiny.load(dtype).drafter, name), dtype=dtype)
     with pytest.raises(ModelError, match=r"writes into layer 1 of the target's cache"):

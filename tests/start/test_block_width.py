@@ -286,7 +286,7 @@ def test_the_plain_step_has_no_drafter(monkeypatch):
     drafter = type("Watched", (), {})()
     drafter.block = tiny.BLOCK
     drafter.absorb = lambda features, view: seen.append(len(view.positions)) or absorb(features, view)
-    drafter.draft = draft
+    drafter.draft, drafter.follow = draft, engine.models.drafter.follow
     engine.models = replace(engine.models, drafter=drafter)
     measure_costs(engine, {"x": (1.0,) * 7})
     assert set(seen) == {2, 3, 4, 6, 8}
