@@ -78,55 +78,9 @@ class Engine:
         self.models = models
         self.plan = plan
         self.clock = clock
-        num_pages = plan.num_pages + NUM_RESERVED_PAGES
-        num_exact = plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0
-        num_rows = plan.max_num_seqs + 1  # and the scratch row
-        rule = PositionRule(window=plan.kv_window, block=plan.block)
-        self.cache = Cache(
-            models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype),
-            num_pages=num_pages,
-            num_rows=num_rows,
-            page_size=plan.page_size,
-            dtype=getattr(torch, plan.dtype),
-            device=models.device,
-            kernels=models.target.kernels,
-            rule=rule,
-            num_exact_pages=num_exact,
-            num_slots=plan.num_states + NUM_RESERVED_SLOTS if plan.num_states else 0,
-        )
-        self.rows = Rows(
-            max_rows=plan.max_num_seqs,
-            max_pages=plan.pages_of(plan.max_positions),
-            vocab_size=models.config.vocab_size,
-            scratch_page=SCRATCH_PAGE,
-            device=models.device,
-            kernels=models.target.kernels,
-            has_exact=bool(num_exact),
-            history_size=plan.max_positions if plan.draft_ngram else 0,
-            hidden_size=models.config.hidden_size if models.has_mtp else 0,
-            dtype=getattr(torch, plan.dtype),
-            save_grid=plan.state_grid,
-            max_saves=plan.max_positions // plan.state_grid if plan.num_states else 0,
-        )
-        pages = PageAllocator(
-            num_pages=num_pages,
-            first=NUM_RESERVED_PAGES,
-            page_size=plan.page_size,
-            num_later=int(models.has_mtp),
-        )
-        exact = None
-        if num_exact:
-            exact = ExactPages(
-                num_pages=num_exact,
-                first=NUM_RESERVED_PAGES,
-                page_size=plan.page_size,
-                compressed_end_at=rule.compressed_end_at,
-            )
-        states = None
-        if plan.num_states:
-            states = SavedStates(count=plan.num_states, first=num_rows, grid=plan.state_grid)
-        pages.on_forget = partial(_forget, exact, states)
-        self.scheduler = Scheduler(plan, pages, clock, exact, states)
+        self.cache = _cache(models, plan)
+        self.rows = _rows(models, plan)
+        self.scheduler = _scheduler(models, plan, clock)
         self.stats = Stats(clock, plan.max_model_len)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
         self.masks = TokenMasks(
@@ -599,6 +553,66 @@ class Engine:
         if self.scheduler.states is not None:
             reserved = itertools.chain.from_iterable(one.saves.values() for one in running)
             self.scheduler.states.check(reserved, [one.restored for one in running if one.restored])
+
+
+# ---- what a plan allocates
+
+
+def _cache(models: LoadedPair, plan: Plan) -> Cache:
+    return Cache(
+        models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype),
+        num_pages=plan.num_pages + NUM_RESERVED_PAGES,
+        num_rows=plan.max_num_seqs + 1,  # and the scratch row
+        page_size=plan.page_size,
+        dtype=getattr(torch, plan.dtype),
+        device=models.device,
+        kernels=models.target.kernels,
+        rule=_rule(plan),
+        num_exact_pages=plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0,
+        num_slots=plan.num_states + NUM_RESERVED_SLOTS if plan.num_states else 0,
+    )
+
+
+def _rows(models: LoadedPair, plan: Plan) -> Rows:
+    return Rows(
+        max_rows=plan.max_num_seqs,
+        max_pages=plan.pages_of(plan.max_positions),
+        vocab_size=models.config.vocab_size,
+        scratch_page=SCRATCH_PAGE,
+        device=models.device,
+        kernels=models.target.kernels,
+        has_exact=bool(plan.num_exact_pages),
+        history_size=plan.max_positions if plan.draft_ngram else 0,
+        hidden_size=models.config.hidden_size if models.has_mtp else 0,
+        dtype=getattr(torch, plan.dtype),
+        save_grid=plan.state_grid,
+        max_saves=plan.max_positions // plan.state_grid if plan.num_states else 0,
+    )
+
+
+def _scheduler(models: LoadedPair, plan: Plan, clock: Callable[[], float]) -> Scheduler:
+    pages = PageAllocator(
+        num_pages=plan.num_pages + NUM_RESERVED_PAGES,
+        first=NUM_RESERVED_PAGES,
+        page_size=plan.page_size,
+        num_later=int(models.has_mtp),
+    )
+    exact = states = None
+    if plan.num_exact_pages:
+        exact = ExactPages(
+            num_pages=plan.num_exact_pages + NUM_RESERVED_PAGES,
+            first=NUM_RESERVED_PAGES,
+            page_size=plan.page_size,
+            compressed_end_at=_rule(plan).compressed_end_at,
+        )
+    if plan.num_states:  # their slots come after the rows
+        states = SavedStates(count=plan.num_states, first=plan.max_num_seqs + 1, grid=plan.state_grid)
+    pages.on_forget = partial(_forget, exact, states)
+    return Scheduler(plan, pages, clock, exact, states)
+
+
+def _rule(plan: Plan) -> PositionRule:
+    return PositionRule(window=plan.kv_window, block=plan.block)
 
 
 def _forget(exact: ExactPages | None, states: SavedStates | None, node: int) -> None:

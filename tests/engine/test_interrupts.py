@@ -77,7 +77,7 @@ KINDS = {
     "plain": {},
     "overlap": {"overlap": True},
     "compressed": {"kv_dtype": "int8", "kv_window": 16},
-    "hybrid": {"num_states": 4},
+    "hybrid": {"num_states": 12},
 }
 
 

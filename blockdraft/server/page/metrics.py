@@ -84,7 +84,6 @@ def _exposition(families: list[Metric]) -> tuple[bytes, str]:
 
 
 def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
-    used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
     yield _gauge("vllm:num_requests_running", "Choices that are running.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that are waiting.", snapshot.num_waiting, labels)
     # This engine defers nothing: requests wait only for rows or pages.
@@ -96,10 +95,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         labels,
         "reason",
     )
-    yield _gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", used, labels)
-    text = "Recurrent states saved for prefix hits, and slots for them."
-    states = {"saved": snapshot.num_states_saved, "slots": snapshot.num_states}
-    yield _gauge("blockdraft:states", text, states, labels, "kind")
+    yield from _cache(snapshot, labels)
     for counter, text, value in (
         (
             "vllm:prefix_cache_queries",
@@ -119,7 +115,6 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         ),
         ("vllm:generation_tokens", "Generated tokens.", snapshot.generation_tokens),
         ("vllm:num_preemptions", "Preemptions, for lack of cache pages.", snapshot.num_preemptions),
-        ("blockdraft:states_evicted", "Recurrent states evicted for others.", snapshot.num_states_evicted),
         ("vllm:spec_decode_num_drafts", "Blocks with drafts that were verified.", snapshot.num_drafts),
         ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", snapshot.num_drafted),
         ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", snapshot.num_accepted),
@@ -147,6 +142,16 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     if snapshot.speedup is not None:
         text = "Speed of the last ten seconds relative to plain decoding of as many rows."
         yield _gauge("blockdraft:speculation_speedup", text, snapshot.speedup, labels)
+
+
+def _cache(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
+    used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", used, labels)
+    text = "Recurrent states saved for prefix hits, and slots for them."
+    states = {"saved": snapshot.num_states_saved, "slots": snapshot.num_states}
+    yield _gauge("blockdraft:states", text, states, labels, "kind")
+    text = "Recurrent states evicted for others."
+    yield _counter("blockdraft:states_evicted", text, snapshot.num_states_evicted, labels)
 
 
 def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
