@@ -28,12 +28,18 @@ from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.report import ENGINE_COUNTED, as_json, make_report, times_estimate
 from blockdraft.settings.recipe import Expectation
 from tests.planner.published_speeds import (
+    LEFT_OUT,
+    NEWER,
     SPREAD,
+    all_runs,
     as_toml,
     case_of,
     held_out,
+    newer_numbers,
     numbers,
     share_within,
+    step_times,
+    why_left_out,
 )
 
 GEMMA = "google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash"
@@ -54,7 +60,53 @@ def step(found, rows=1, width=None, context=1024):
     return estimate_engine_step(found, fit, rows=rows, context=context, width=width or fit.width)
 
 
+# ---- what is fitted
+
+NO_SPEED = {  # tokens per step, but no tok/s
+    ("Qwen/Qwen3.5-4B", "b200"),
+    ("Qwen/Qwen3.5-9B", "b200"),
+    ("RadixArk/Qwen3.8-27B-NVFP4", "rtx-5090"),
+    ("openai/gpt-oss-120b", "b200"),
+    ("openai/gpt-oss-120b", "h200"),
+    ("openai/gpt-oss-20b", "b200"),
+    ("poolside/Laguna-XS-2.1", "h200"),
+    ("rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included", "gb10"),
+    ("saricles/Qwen3-Coder-Next-NVFP4-GB10", "b200"),
+}
+
+
+def test_published_tokens_per_step_are_estimated_or_left_out_for_a_reason():
+    """A new run changes this list, or the numbers of the fit."""
+    left_out = defaultdict(set)
+    for target, _, run in all_runs():
+        reason = why_left_out(target, run)
+        if reason and (run.tokens_per_step is not None or step_times(run)):
+            left_out[reason].add((target, run.card))
+    expected = defaultdict(set)
+    for run, reason in LEFT_OUT.items():
+        expected[reason].add(run)
+    expected["no time of a step"] = NO_SPEED
+    expected["no card is named"] = {("poolside/Laguna-XS-2.1", None)}
+    expected["another engine, or none is named"] = {("poolside/Laguna-S-2.1-FP8", None)}
+    assert left_out == expected
+
+
 # ---- held out
+
+
+def test_runs_that_were_published_after_the_fit_test_it():
+    """The four outside have 32 users and no drafter: SGLang was 1.3 times as fast as estimated."""
+    newer = newer_numbers()
+    assert {(one.model, one.card) for one in newer} == NEWER
+    assert {one.engine for one in newer} == {"vllm", "sglang"}
+    found = [(one.what, one.estimate(calibration().constants) / one.seconds) for one in newer]
+    ratios = [ratio for _, ratio in found]
+    outside = [what for what, ratio in found if share_within([ratio], SPREAD) == 0]
+    assert len(ratios) == 22
+    assert len(outside) == 4
+    assert all(what.endswith("32 users, width 1") for what in outside)
+    assert 0.95 < min(ratios) < max(ratios) < 1.35
+    assert share_within(ratios, 1.15) == pytest.approx(7 / 22)
 
 
 def test_the_constants_are_those_of_the_fit():
