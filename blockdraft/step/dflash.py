@@ -92,7 +92,10 @@ class DFlashDrafter:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the target's embeddings, scaled as in the drafter's training."""
         scale = self.model.config.embedding_scale
-        return self.target.embed(token_ids) if scale is None else self.target.embedding(token_ids) * scale
+        if scale is None:
+            return self.target.embed(token_ids)
+        x: Tensor = self.target.embedding(token_ids)
+        return x if scale == 1 else x * scale
 
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
@@ -113,11 +116,10 @@ class DFlashDrafter:
         """Return logits [..., V] over the target's vocabulary, NEVER for tokens that the head lacks."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
-        cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
         logits = head(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        logits = softcap(logits, cap)
+        logits = softcap(logits, config.logit_softcap)
         if self.vocab_map is not None:
             full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
             full[..., self.vocab_map] = logits

@@ -204,15 +204,15 @@ def prospect_of(
     if low and greedy is not None and greedy >= LOW:
         is_worth_it = False
         reasons.append(f"greedy answers commit {greedy:.2f}: sampling causes the loss, training gains little")
-    if has_own_parts(config):
-        reasons.append("this drafter has its own head or embedding scale: only a new drafter can be trained")
+    if has_own_vocabulary(config):
+        reasons.append("this drafter has its own head: only a new drafter can be trained")
     if question.prompts is None:
         reasons.append(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
     kind = [] if pairs is None else ["--kind", "dflash2"]
     drafter = str(named_drafter(question.target, question.drafter, takes_head=config.kind == "dflash2"))
-    start = [] if has_own_parts(config) else [*kind, "--from", drafter]
+    start = [] if has_own_vocabulary(config) else [*kind, "--from", drafter]
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--minutes", "30"]))
@@ -224,9 +224,9 @@ def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], over
     return is_low or why_dflash2(config, overall) is not None
 
 
-def has_own_parts(config: DraftConfig) -> bool:
-    """Return whether the drafter has its own head or embedding scale, which `train --from` refuses."""
-    return config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
+def has_own_vocabulary(config: DraftConfig) -> bool:
+    """Return whether the drafter has a head for fewer tokens, which `train --from` refuses."""
+    return config.draft_vocab_size != config.vocab_size
 
 
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
@@ -235,7 +235,7 @@ def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
     Return None if they are not, or if `blockdraft train --kind dflash2 --from` refuses this drafter.
     """
     is_speculators = config.has_anchored_window  # only speculators' layout has such windows
-    if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):
+    if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_vocabulary(config):
         return None
     counts = overall.counts
     first, later = counts.right(1, 1), counts.right(2, len(counts.reached))
