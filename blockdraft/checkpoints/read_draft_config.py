@@ -345,8 +345,8 @@ def _read_dflash2(
     keys = DFLASH2_SIZES if kind == "dflash2" else CONV_KEYS
     places = {key: _place(dflash, top, key) for key in keys}
     if kind == "dflash2":
-        sizes = (places[key].positive(key, default) for key, default in DFLASH2_SIZES.items())
-        head = Dflash2Head(*sizes, skips_first=dflash.get(SKIPS_FIRST, bool, False))
+        taps, group, rank, top_k = (place.positive(key, DFLASH2_SIZES[key]) for key, place in places.items())
+        head = Dflash2Head(taps, group, rank, top_k, dflash.get(SKIPS_FIRST, bool, False))
     elif any(place.get(key, int, 0) for key, place in places.items()):
         taps, group = (place.positive(key) for key, place in places.items())
         head = Dflash2Head(taps, group, rank=0, top_k=0)
