@@ -22,6 +22,10 @@ def rope(x, positions, theta):
     return x * cos + turned * sin
 
 
+def projected(w, name, x):
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
 def visible(num_context, block, *, causal, window, anchored=False):
     """[block, num_context + block]: which keys each block row sees; the anchor is at num_context."""
     query = num_context + torch.arange(block)[:, None]
@@ -63,17 +67,17 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
 
     features [C, taps * E] belong to positions 0 … C - 1; the anchor sits at position C.
     """
-    dflash = config["dflash_config"]
+    dflash = config | config["dflash_config"]
     first = 0 if dflash.get("sample_from_anchor") else 1
     hidden = block_hidden(weights, config, embedding, features, anchor, masks)[first:]
     logits = hidden @ head.T * dflash.get("output_multiplier", 1.0)
     cap = dflash.get("final_logit_softcapping")
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return logits if not cap else torch.tanh(logits / cap) * cap
 
 
 def block_hidden(weights, config, embedding, features, anchor, masks=None):
     """Hidden states [block, E] of [anchor, mask, mask, …], after the last norm."""
-    dflash = config["dflash_config"]
+    dflash = config | config["dflash_config"]
     block, eps = config["block_size"], config["rms_norm_eps"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     dim, theta = config["head_dim"], config["rope_theta"]
@@ -89,16 +93,16 @@ def block_hidden(weights, config, embedding, features, anchor, masks=None):
         h = before(h)
         both = torch.cat([context, h])
         q = rms(
-            (h @ w["self_attn.q_proj.weight"].T).view(block, heads, dim),
+            projected(w, "self_attn.q_proj", h).view(block, heads, dim),
             w["self_attn.q_norm.weight"],
             eps,
         )
         k = rms(
-            (both @ w["self_attn.k_proj.weight"].T).view(-1, groups, dim),
+            projected(w, "self_attn.k_proj", both).view(-1, groups, dim),
             w["self_attn.k_norm.weight"],
             eps,
         )
-        v = (both @ w["self_attn.v_proj.weight"].T).view(-1, groups, dim)
+        v = projected(w, "self_attn.v_proj", both).view(-1, groups, dim)
         q, k = rope(q, positions[count:], theta), rope(k, positions, theta)
         k = k.repeat_interleave(heads // groups, dim=1)
         v = v.repeat_interleave(heads // groups, dim=1)
@@ -106,7 +110,7 @@ def block_hidden(weights, config, embedding, features, anchor, masks=None):
         seen = visible(count, block, causal=False, window=None) if masks is None else masks[layer](count)
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", p, v).reshape(block, -1)
-        x = x + after(attended @ w["self_attn.o_proj.weight"].T)
+        x = x + after(projected(w, "self_attn.o_proj", attended))
         h = rms(x, w["post_attention_layernorm.weight"], eps)
         before, after = around(w, "mlp_conv", h)
         h = before(h)

@@ -70,6 +70,7 @@ TORCH_FREE = {
         "checkpoints.gguf_header",
         "checkpoints.model_folder",
         "checkpoints.read_model_config",
+        "checkpoints.draft_keys",
         "checkpoints.read_draft_config",
         "checkpoints.read_mtp_config",
         "checkpoints.fit_file",

@@ -399,8 +399,8 @@ def to_deepspec(config):
 def to_dspark_speculators(config):
     """The same as speculators writes it."""
     heads = {"markov_rank": 0, "enable_confidence_head": False}
-    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
-    return to_speculators(config | {"dflash_config": heads | dflash}, {"speculators_model_type": "dspark"})
+    own = {"speculators_model_type": "dspark", "sample_from_anchor": True}
+    return to_speculators(config | {"dflash_config": heads | config["dflash_config"]}, own)
 
 
 def to_specforge(config):

@@ -104,13 +104,16 @@ def _abridged(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
 
 
-def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
-    """Return the numbers of query heads and of key/value heads, and their dimension."""
+def read_heads(fields: Fields, hidden_size: int, default_dim: int | None = None) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of key/value heads, and their dimension.
+
+    Without `default_dim`, a missing dimension follows from the hidden size.
+    """
     num_heads = fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads: not a multiple")
-    head_dim = fields.positive("head_dim", max(hidden_size // num_heads, 1))
+    head_dim = fields.positive("head_dim", default_dim or max(hidden_size // num_heads, 1))
     if head_dim % 2:
         raise fields.wrong("head_dim", head_dim, "but rotary positions need an even number")
     return num_heads, num_kv_heads, head_dim

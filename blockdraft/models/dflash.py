@@ -49,10 +49,10 @@ class DFlashLayer(nn.Module):
         hidden, size = config.hidden_size, config.num_kv_heads * config.head_dim
         self.attention_norm = RMSNorm(hidden, config.norm_eps)
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.qkv = Linear(hidden, config.num_heads * config.head_dim, size, size)
+        self.qkv = Linear(hidden, config.num_heads * config.head_dim, size, size, bias=config.has_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.out = Linear(config.num_heads * config.head_dim, hidden)
+        self.out = Linear(config.num_heads * config.head_dim, hidden, bias=config.has_bias)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps)
         self.mlp = GatedMLP(hidden, config.intermediate_size)
 

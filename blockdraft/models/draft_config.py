@@ -88,9 +88,10 @@ class DraftConfig:
     has_anchored_window: bool  # the window is measured from the anchor, not the query
     embedding_scale: float | None  # None: the target's
     logit_scale: float
-    logit_softcap: float | None
+    logit_softcap: float | None  # None: none, also where the target has one
     target_hidden_size: int
     num_target_layers: int | None
+    has_bias: bool = False  # on queries, keys, values and the attention's output
     dflash2: Dflash2Head | None = None
     drafts_from_anchor: bool = False  # each column, also the anchor's, predicts the token after it
     copies_head: bool = False  # the file's head is a frozen copy of the target's
@@ -98,6 +99,7 @@ class DraftConfig:
     xpress: XPressHead | None = None
     domino: DominoHead | None = None
     lilicorr: LiLiCorrHead | None = None
+    unread_keys: tuple[str, ...] = ()  # of config.json, with their sections: nothing here knows them
 
     @property
     def num_layers(self) -> int:

@@ -68,7 +68,8 @@ def _layer(config: ModelConfig, layer: LayerConfig, *, is_wide: bool) -> Values:
 def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
     size = config.num_heads * config.head_dim
-    layer = _linear(hidden, size, kv_size, kv_size) + _linear(size, hidden)
+    layer = _linear(hidden, size, kv_size, kv_size, has_bias=config.has_bias)
+    layer += _linear(size, hidden, has_bias=config.has_bias)
     layer += _dense(hidden, MLPConfig(config.intermediate_size))
     layer += Values(plain=2 * hidden + 2 * config.head_dim)
     count = _linear(len(config.taps) * config.target_hidden_size, hidden) + Values(plain=2 * hidden)

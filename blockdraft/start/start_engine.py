@@ -16,6 +16,7 @@ from blockdraft.engine.width_controller import widths_for
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
 from blockdraft.kernels.llvm.jit import NotRecordable
+from blockdraft.models.draft_config import DraftConfig
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
@@ -55,7 +56,7 @@ def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Eng
         models = read_weights(opened, startup.note, startup.progress)
     for line in models.labels.chosen:
         startup.tell_chosen(line)
-    for line in (*models.labels.notices, *slower_parts(models, opened.plan)):
+    for line in (*models.labels.notices, *_unread(models), *slower_parts(models, opened.plan)):
         startup.warn(line)
 
     def tell(operation: Operation, why: str) -> None:
@@ -67,6 +68,15 @@ def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Eng
 
     with memory_explained(opened.plan, models.device):
         return with_kernels_that_compile(models, prepared, tell)
+
+
+def _unread(models: LoadedPair) -> tuple[str, ...]:
+    """Return a line about keys of the drafter's config.json that may change drafts and are not known here."""
+    config = models.draft_config
+    if not isinstance(config, DraftConfig) or not config.unread_keys:
+        return ()
+    keys = ", ".join(config.unread_keys)
+    return (f"the drafter's config.json has keys that are not known here and change nothing: {keys}.",)
 
 
 def plain_engine(
@@ -84,7 +94,7 @@ def plain_engine(
         models = read_weights(opened, note)
     for notice in models.labels.notices:
         note(notice)
-    for line in slower_parts(models, opened.plan):
+    for line in (*_unread(models), *slower_parts(models, opened.plan)):
         tell(line)
     with memory_explained(opened.plan, models.device):
         return with_kernels_that_compile(

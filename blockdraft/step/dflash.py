@@ -99,7 +99,10 @@ class DFlashDrafter:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the target's embeddings, scaled as in the drafter's training."""
         scale = self.model.config.embedding_scale
-        return self.target.embed(token_ids) if scale is None else self.target.embedding(token_ids) * scale
+        if scale is None:
+            return self.target.embed(token_ids)
+        x: Tensor = self.target.embedding(token_ids)
+        return x if scale == 1 else x * scale
 
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
@@ -122,12 +125,10 @@ class DFlashDrafter:
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """Return logits [..., V] over the target's vocabulary, NEVER for tokens that the head lacks."""
         config = self.model.config
-        cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
         logits = self.head_logits(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        logits = softcap(logits, cap)
-        logits = self.spread(logits, NEVER)
+        logits = self.spread(softcap(logits, config.logit_softcap), NEVER)
         return logits if hints is None else self.hinted(logits, hints)
 
     def head_logits(self, hidden: Tensor) -> Tensor:

@@ -75,21 +75,39 @@ def draft_json(
         "block_size": shape.block,
         "num_target_layers": target.num_layers,
         "is_causal": shape.is_causal,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps), **_scales(target)},
     }
 
 
+def _scales(target: ModelConfig) -> dict[str, float]:
+    """Return what a drafter that is trained here shares with its target, and engines do not assume."""
+    scale, cap = target.embedding_scale, target.logit_softcap
+    scales = {} if scale == 1 else {"input_embedding_scale": scale}
+    return scales if cap is None else {**scales, "final_logit_softcapping": cap}
+
+
 def as_kind(
-    raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
+    raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str, scale: float = 1.0
 ) -> Mapping[str, object]:
-    """Return the drafter's config.json `raw`, converted to `kind`; None keeps the drafter's own kind."""
-    own = read_draft_config(raw, name=name).kind
-    if own not in TRAINED:
-        raise SettingsError(f"'{name}' is of kind {KIND_NAMES[own]}, which can be served, but not trained.")
-    if kind in (None, own):
+    """Return the drafter's config.json `raw`, converted to `kind`; None keeps the drafter's own kind.
+
+    `scale` is the target's embedding scale, which DFlash drafters may leave out and the others may not.
+    """
+    config = read_draft_config(raw, name=name)
+    if config.kind not in TRAINED:
+        raise SettingsError(
+            f"'{name}' is of kind {KIND_NAMES[config.kind]}, which can be served, but not trained."
+        )
+    if kind in (None, config.kind):
         return without_confidence(raw) if draft_kind(raw) == "dspark" else raw
-    if own != "dflash":
-        raise SettingsError(f"'{name}' is a {KIND_NAMES[own]} drafter: leave --kind out to train it further.")
+    if config.kind != "dflash":
+        raise SettingsError(
+            f"'{name}' is a {KIND_NAMES[config.kind]} drafter: leave --kind out to train it further."
+        )
+    if config.embedding_scale is None and scale != 1:
+        said = raw.get("dflash_config")
+        section = dict(said) if isinstance(said, Mapping) else {}
+        raw = {**raw, "dflash_config": {**section, "input_embedding_scale": scale}}
     return dflash2_json(raw, shape) if kind == "dflash2" else spark_json(raw, shape.rank)
 
 
@@ -127,7 +145,7 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
         return {**raw, **heads, "speculators_model_type": "dspark", "sample_from_anchor": True}
     config = read_draft_config(raw, name="the drafter")
     section = raw.get("dflash_config")
-    other = {*heads, "sample_from_anchor", "shift_label"}  # keys that are replaced or dropped
+    other = {*heads, "sample_from_anchor", "dspark_bonus_anchor", "shift_label"}  # replaced or dropped
     said = section if isinstance(section, Mapping) else {}
     own = {key: value for key, value in said.items() if key not in other}
     rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
@@ -172,6 +190,8 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     if model.markov is not None:  # initially the head adds nothing
         nn.init.zeros_(model.markov.after.weight)
         before = model.markov.before.weight

@@ -208,8 +208,7 @@ def prospect_of(
         reasons.append(f"greedy answers commit {greedy:.2f}: sampling causes the loss, training gains little")
     if is_untrained(config):
         reasons.append(
-            "this drafter's kind is not trained, or it has its own head or embedding scale: only a new "
-            "drafter can be trained"
+            "this drafter's kind is not trained, or it has its own head: only a new drafter can be trained"
         )
     if question.prompts is None:
         reasons.append(
@@ -230,9 +229,8 @@ def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], over
 
 
 def is_untrained(config: DraftConfig) -> bool:
-    """Return whether `train --from` refuses the drafter: a kind, a head or an embedding scale of its own."""
-    has_own_parts = config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
-    return has_own_parts or config.kind not in TRAINED
+    """Return whether `train --from` refuses the drafter: its kind, or its head for fewer tokens."""
+    return config.draft_vocab_size != config.vocab_size or config.kind not in TRAINED
 
 
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:

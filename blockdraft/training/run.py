@@ -323,11 +323,12 @@ def _drafter_config(
     else:
         own = open_checkpoint(job.model).config
         raw = draft_json(job.shape, models.config, own, _mask_id(job, models, documents))
-    raw = as_kind(raw, job.kind, job.shape, name=job.start_from or "the new drafter")
-    config = read_draft_config(raw, name=job.start_from or "the new drafter")
+    name = job.start_from or "the new drafter"
+    raw = as_kind(raw, job.kind, job.shape, name=name, scale=models.config.embedding_scale)
+    config = read_draft_config(raw, name=name)
     check_pair(config, models.config, models.tokenizer.eos_ids)
-    if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
-        raise ModelError(f"'{config.name}' cannot be trained: it has its own head or embedding scale.")
+    if config.draft_vocab_size != config.vocab_size:
+        raise ModelError(f"'{config.name}' cannot be trained: it has its own head.")
     if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
         raise SettingsError(
             f"--short-blocks {job.recipe.short_blocks} works only for causal drafters with blocks of 4 or "

@@ -57,12 +57,11 @@ class BlockForward:
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
     def head(self) -> Head:
-        """Return the target's head, with the scale and the cap that this drafter uses."""
+        """Return the target's head, with the drafter's scale and cap."""
         config, target = self.model.config, self.target
         module = target.embedding if target.head is None else target.head
         assert isinstance(module.weight, nn.Parameter), "a training target is loaded unpacked"
-        cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
-        return Head(module.weight.data, config.logit_scale, cap)
+        return Head(module.weight.data, config.logit_scale, config.logit_softcap)
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """Return the hidden states of the drafting columns of every block, [R * A, B - 1, E]."""

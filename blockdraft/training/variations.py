@@ -110,9 +110,10 @@ def _scales(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
     for scale in dict.fromkeys((target.embedding_scale, 1.0, math.sqrt(target.hidden_size))):
         if math.isclose(scale, own, rel_tol=0.01):
             continue
-        value = None if scale == target.embedding_scale else scale
+        may_be_left_out = config.kind == "dflash" and not (config.copies_head or _is_speculators(config))
+        value = None if scale == target.embedding_scale and may_be_left_out else scale
         what = f"scales embeddings by {scale:g}, not {own:g}"
-        yield Variation("embedding scale", what, replace(config, embedding_scale=value), key, value)
+        yield Variation("embedding scale", what, replace(config, embedding_scale=scale), key, value)
 
 
 def _is_speculators(config: DraftConfig) -> bool:

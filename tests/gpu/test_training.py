@@ -18,7 +18,11 @@ from tests.training import pairs
 TOLERANCE = 0.03  # of the norm; bfloat16 has eight bits
 # FlexAttention wants heads of 16 values or more.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "block_size": 16}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "use_sliding_window": True,
+}
 KINDS = {
     "bidirectional": {},
     "causal": {"is_causal": True},

@@ -134,22 +134,27 @@ def sliding(window, *, causal, anchored=False):
     return {"window": window, "causal": causal, "anchored": anchored}
 
 
+def without_head_dim(config):
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
 FULL = {"window": None, "causal": False}
 CAUSAL = {"window": None, "causal": True}
 FROM_ANCHOR = {"sample_from_anchor": True}
-SWA = {"layer_types": SLIDING, "sliding_window": 6}
+USED = {"use_sliding_window": True}
+SWA = USED | {"layer_types": SLIDING, "sliding_window": 6}
 # name: (what the files say, the masks of the two layers)
 VARIANTS = {
     "full": ({}, [FULL, FULL]),
     "tied target": ({"is_tied": True}, [FULL, FULL]),
     "z-lab windows are causal": ({"top": SWA}, [sliding(6, causal=True)] * 2),
     "z-lab mixed": (
-        {"top": {"layer_types": MIXED, "sliding_window": 6, "block_size": 16}},
+        {"top": USED | {"layer_types": MIXED, "sliding_window": 6, "block_size": 16}},
         [sliding(6, causal=True), FULL],
     ),
     "is_causal false": ({"top": SWA | {"is_causal": False}}, [sliding(6, causal=False)] * 2),
     "speculators causal": (
-        {"top": {"layer_types": MIXED, "sliding_window": 6}, "speculators": {}},
+        {"top": USED | {"layer_types": MIXED, "sliding_window": 6}, "speculators": {}},
         [sliding(6, causal=True, anchored=True), FULL],
     ),
     "speculators non-causal": (
@@ -168,6 +173,14 @@ VARIANTS = {
         {"dflash": {"input_embedding_scale": 5.5, "output_multiplier": 1.7, "final_logit_softcapping": 1.5}},
         [FULL, FULL],
     ),
+    "scales and softcap at the top": (
+        {"top": {"input_embedding_scale": 5.5, "output_multiplier": 1.7, "final_logit_softcapping": 1.5}},
+        [FULL, FULL],
+    ),
+    "a softcap of zero": ({"dflash": {"final_logit_softcapping": 0}}, [FULL, FULL]),
+    "biases": ({"top": {"attention_bias": True}}, [FULL, FULL]),
+    "sliding layers without a window": ({"top": SWA | {"use_sliding_window": False}}, [CAUSAL, CAUSAL]),
+    "heads of 128": ({"top": {"head_dim": 128}, "layout": without_head_dim}, [FULL, FULL]),
     "other heads and theta": (
         {"top": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10, "rope_theta": 300.0}},
         [FULL, FULL],
@@ -192,7 +205,7 @@ def test_block_logits_are_those_of_the_reference(make, variant):
 @pytest.mark.parametrize("block", [2, 3, 9, 16])
 def test_every_block_size_and_window_agrees_with_the_reference(make, block):
     window = block // 2 + 1
-    top = {"block_size": block, "layer_types": MIXED, "sliding_window": window}
+    top = USED | {"block_size": block, "layer_types": MIXED, "sliding_window": window}
     *folders, reference = make(top=top)
     drafting = Drafting(folders, num_rows=1)
     features = random_features((11,), seed=block)

@@ -45,8 +45,9 @@ def test_a_target_has_as_many_values_as_are_built(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("has_head", [False, True])
-def test_a_drafter_has_as_many_values_as_are_built(name, has_head):
-    config = read_draft_config(SHAPES[name][1], name=name)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_drafter_has_as_many_values_as_are_built(name, has_head, has_bias):
+    config = read_draft_config(SHAPES[name][1] | {"attention_bias": has_bias}, name=name)
     model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=has_head, device=CPU))
     found = draft_values(config, has_head=has_head)
     assert found.total == sum(parameter.numel() for parameter in model.parameters())

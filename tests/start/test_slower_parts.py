@@ -1,5 +1,7 @@
 """A start names each part that no kernel takes, and none that merely has other tiles; the GPU is made up."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -214,3 +216,14 @@ def test_a_start_whose_steps_cannot_be_recorded_says_so(tmp_path):
     attention, steps = startup.warnings
     assert "a multiple of 4 values, not of 6" in attention
     assert "steps run kernel by kernel, which is slower" in steps
+
+
+def test_a_start_names_keys_of_the_drafter_that_nothing_reads(tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(tiny.DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"strange": 1, "num_anchors": 512}))
+    told = []
+    settings = Settings(model=tiny.TARGET, draft=str(folder), device="cpu", width=2, max_model_len=64)
+    plain_engine(settings, lambda _: None, told.append)
+    assert told == ["the drafter's config.json has keys that are not known here and change nothing: strange."]

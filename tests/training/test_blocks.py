@@ -24,8 +24,12 @@ from tests.training import pairs
 LENGTH = 48
 SIZES = ((5, 14), (1, 9), (7, 20), (3, 8), (9, 4), (2, 30))  # a document begins with its anchor, too
 FULL = {"window": None, "causal": False}
-SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True}
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "use_sliding_window": True,
+}
 
 
 def window(*, causal, anchored=False):

@@ -273,6 +273,14 @@ def test_a_new_dflash2_drafter_with_short_blocks():
     assert model.layers[1].mlp_conv.kernel_projection.weight.any()
 
 
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_a_drafter_keeps_the_targets_embedding_scale_as_another_kind(kind):
+    for own, scale in ((None, 5.6), (2.0, 2.0)):
+        raw = pairs.draft_json(dflash={"input_embedding_scale": own})
+        read = read_draft_config(as_kind(raw, kind, SHAPE, name="one", scale=5.6), name="one")
+        assert (read.kind, read.embedding_scale, read.unread_keys) == (kind, scale, ())
+
+
 def test_what_makes_no_sense_is_refused(prompts, target, tmp_path, capsys):
     job = make_job(prompts, target, tmp_path / "run")
     with pytest.raises(SettingsError, match="--from DRAFTER"):

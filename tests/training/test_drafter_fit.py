@@ -162,7 +162,14 @@ def own_head():
     ("changes", "weights"),
     [
         ({"target_layer_ids": [2, 0, 1], "input_embedding_scale": 0.5}, None),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, None),
+        (
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 5,
+                "use_sliding_window": True,
+            },
+            None,
+        ),
         ({"draft_vocab_size": 45}, own_head),
     ],
     ids=["taps and scale", "window", "own head"],
@@ -434,7 +441,11 @@ def found_variations(raw):
 
 
 def test_speculators_are_advised_in_their_own_words():
-    top = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    top = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    }
     raw = pairs.draft_json(top=top, dflash={"mask_token_id": 5}, speculators={})
     found = {one.name: one for one in found_variations(raw)}
     taps = found["tap offset +1"]

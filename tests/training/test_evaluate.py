@@ -1,6 +1,7 @@
 """What a drafter is said to commit against what the engine commits with it; and that training gets there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -328,3 +329,11 @@ def test_a_shallow_target_is_tapped_at_different_layers():
     taps = raw["dflash_config"]["target_layer_ids"]
     assert len(set(taps)) == len(taps)
     assert set(taps) <= set(range(config.num_layers))
+
+
+def test_a_new_drafter_says_what_its_target_scales_and_caps():
+    config = pairs.load_target()[0].config
+    gemma = replace(config, embedding_scale=5.6, logit_softcap=30.0)
+    for target, scale, cap in ((config, None, None), (gemma, 5.6, 30.0)):
+        read = read_draft_config(draft_json(DrafterShape(), target, {}, mask_id=63), name="new")
+        assert (read.embedding_scale, read.logit_softcap, read.unread_keys) == (scale, cap, ())

@@ -78,7 +78,9 @@ def test_loss_and_gradients_are_those_of_autograd(monkeypatch, chunk_bytes):
 def test_a_drafter_keeps_all_but_its_heads_when_it_becomes_dspark(raw):
     before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 256), name="one")
     assert (after.markov_rank, after.drafts_from_anchor) == (256, True)
-    assert replace(after, markov_rank=0, drafts_from_anchor=False, copies_head=False) == before
+    heads = {"markov_rank": 0, "drafts_from_anchor": False, "copies_head": False}
+    assert replace(after, **heads, embedding_scale=before.embedding_scale) == before
+    assert after.embedding_scale == 1.0  # not said: see as_kind
     assert spark_json(spark_json(raw, 256), 256) == spark_json(raw, 256)
 
 
