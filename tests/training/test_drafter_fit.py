@@ -457,6 +457,14 @@ def test_speculators_are_advised_in_their_own_words():
     assert causality.config.is_causal == (False, False)
 
 
+@pytest.mark.parametrize(("architecture", "value"), [("DFlashDraftModel", None), ("Qwen3XPressModel", 1.0)])
+def test_only_dflash_is_advised_to_leave_out_the_targets_embedding_scale(architecture, value):
+    """Any other kind without the key is read as if it said 1, whatever the target's."""
+    raw = pairs.draft_json(top={"architectures": [architecture]}, dflash={"input_embedding_scale": 5.6})
+    found = next(one for one in found_variations(raw) if one.what.startswith("scales embeddings by 1,"))
+    assert (found.value, found.config.embedding_scale) == (value, 1.0)
+
+
 def test_taps_outside_the_target_are_not_tried():
     names = [one.name for one in found_variations(pairs.draft_json(dflash={"target_layer_ids": [0, 3]}))]
     assert not any(name.startswith("tap offset") for name in names)
