@@ -138,7 +138,12 @@ class DraftConfig:
         return self.block if self.domino is not None else self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
-        """Return True if the drafter uses its own head; `is_stored` says if the file has one."""
+        """Return True if the drafter uses its own head; `is_stored` says if the file has one.
+
+        A LiLiCorr file that says it has one must have it.
+        """
+        if self.lilicorr is not None and not self.copies_head:
+            return True
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:

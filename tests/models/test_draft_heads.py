@@ -312,6 +312,12 @@ def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(
         load(target[0], tmp_path, dtype="float64", max_model_len=100)
 
 
+def test_a_lilicorr_file_that_lacks_the_head_it_names_is_refused(target, tmp_path):
+    write(tmp_path, CONFIGS["LiLiCorr"]() | {"has_own_lm_head": True})
+    with pytest.raises(ModelError, match=r"no tensor 'lm_head\.weight'"):
+        load(target[0], tmp_path, dtype="float64", max_model_len=100)
+
+
 def needs(package, version):
     why = f"{package} is missing: pip install --no-deps {package}=={version}"
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=why)
