@@ -44,6 +44,13 @@ class Scan(NamedTuple):
     saves: SaveTable | None = None
 
 
+class _Saving(NamedTuple):
+    """What a commit saves on its way, the same in every layer."""
+
+    slots: Tensor  # [R, T] for the states after each token; 0: not saved
+    tails: list[tuple[Tensor, Tensor]]  # slots [R], scratch if there is none, and the tokens [R] before each
+
+
 class _Block(NamedTuple):
     """What commit needs from a forward in one layer."""
 
@@ -151,8 +158,8 @@ class RecurrentStates:
         if where.is_known:
             counts = torch.full_like(where.starts, x.shape[1])
             block = _Block(x, tape, where.saves)
-            slots = _slots(block, where.rows, where.starts, counts)
-            self._fold(layer, block, where.rows, state, tail, counts, slots)
+            saving = self._saving(block, where.rows, where.starts, counts)
+            self._fold(layer, block, where.rows, state, tail, counts, saving)
         else:
             # A view of a wider projection would keep all of it alive until commit.
             self._block[layer] = _Block(x.contiguous(), tape, where.saves)
@@ -169,11 +176,10 @@ class RecurrentStates:
             return
         block, self._block = self._block, {}
         assert len(block) == self.num_layers, "every layer has scanned the block"
-        first = block[0]
-        slots = _slots(first, rows, starts, num_committed)
+        saving = self._saving(block[0], rows, starts, num_committed)
         for layer, part in block.items():
             state, tail = self._committed(layer, rows, starts)
-            self._fold(layer, part, rows, state, tail, num_committed, slots)
+            self._fold(layer, part, rows, state, tail, num_committed, saving)
 
     def restore(self, slot: int, row: int) -> None:
         """Copy a saved state to a row."""
@@ -194,30 +200,28 @@ class RecurrentStates:
         state: Tensor,
         tail: Tensor,
         counts: Tensor,
-        slots: Tensor | None,
+        saving: _Saving | None,
     ) -> None:
-        saves = None if slots is None else Saves(self.state[layer], slots)
+        saves = None if saving is None else Saves(self.state[layer], saving.slots)
         self._kernels.fold(state, block.tape, counts, saves)
         self.state[layer][rows] = state
         seen = torch.cat((tail, block.inputs), dim=1)  # [R, W - 1 + T, C]
         self.tail[layer][rows] = _tail_after(counts, seen, tail.shape[1])
-        if slots is None:
-            return
-        assert block.saves is not None
-        scratch, grid = self.state.shape[1] - 1, block.saves.grid
+        for slots, num_before in () if saving is None else saving.tails:
+            self.tail[layer][slots] = _tail_after(num_before, seen, tail.shape[1])
+
+    def _saving(self, block: _Block, rows: Tensor, starts: Tensor, counts: Tensor) -> _Saving | None:
+        """Return what a commit of `counts` [R] tokens saves; None: nothing is ever saved."""
+        if block.saves is None:
+            return None
+        num_tokens, grid, scratch = block.inputs.shape[1], block.saves.grid, self.state.shape[1] - 1
+        is_committed = torch.arange(num_tokens, device=counts.device) < counts[:, None]
+        slots = slots_at(block.saves, rows, starts, num_tokens) * is_committed
+        tails = []
         for first, part in enumerate(torch.split(slots, grid, dim=1)):  # a row has at most one slot in each
             slot, at = part.max(dim=1)
-            found = _tail_after(first * grid + at + 1, seen, tail.shape[1])
-            self.tail[layer][torch.where(slot > 0, slot, scratch)] = found
-
-
-def _slots(block: _Block, rows: Tensor, starts: Tensor, counts: Tensor) -> Tensor | None:
-    """Return the slots [R, T] that a commit of `counts` [R] tokens fills; None: nothing is ever saved."""
-    if block.saves is None:
-        return None
-    num_tokens = block.inputs.shape[1]
-    is_committed = torch.arange(num_tokens, device=counts.device) < counts[:, None]
-    return slots_at(block.saves, rows, starts, num_tokens) * is_committed
+            tails.append((torch.where(slot > 0, slot, scratch), first * grid + at + 1))
+        return _Saving(slots, tails)
 
 
 def _tail_after(counts: Tensor, seen: Tensor, size: int) -> Tensor:
