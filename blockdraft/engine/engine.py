@@ -8,18 +8,14 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cache import SCRATCH_PAGE, Cache
-from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.cache.spec import NUM_RESERVED_PAGES, NUM_RESERVED_SLOTS
-from blockdraft.engine.exact_pages import ExactPages
+from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.allocation import make_cache, make_rows, make_scheduler
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import (
     MAX_LOGPROBS,
     Delta,
@@ -28,15 +24,13 @@ from blockdraft.engine.request import (
     TokenLogprobs,
     check_request,
 )
-from blockdraft.engine.saved_states import SavedStates
-from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
+from blockdraft.engine.scheduler import Batch, Outcome, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.engine.structured_steps import StepInParts, TokenMasks, run_in_parts
 from blockdraft.errors import RequestError
 from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.vocabulary import Vocabulary
-from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
@@ -73,14 +67,13 @@ class Engine:
 
     def __init__(self, models: LoadedPair, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
         assert models.rates is None or len(models.rates) >= plan.block - 1, "a rate for each draft"
-        has_all = not models.config.is_hybrid or plan.num_states > 0
-        assert has_all or not plan.prefix_cache, "a prefix without its state would be continued wrongly"
         self.models = models
         self.plan = plan
         self.clock = clock
-        self.cache = _cache(models, plan)
-        self.rows = _rows(models, plan)
-        self.scheduler = _scheduler(models, plan, clock)
+        self.cache = make_cache(models, plan)
+        self.rows = make_rows(models, plan)
+        self.scheduler = make_scheduler(models, plan, clock)
+        self._check_prefixes()
         self.stats = Stats(clock, plan.max_model_len)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
         self.masks = TokenMasks(
@@ -106,6 +99,11 @@ class Engine:
         assert not self.has_work, "the requests under way were scheduled by another plan"
         self.plan = plan
         self.scheduler.follow(plan)
+        self._check_prefixes()
+
+    def _check_prefixes(self) -> None:
+        lacks_states = self.models.config.is_hybrid and self.scheduler.states is None
+        assert not (self.plan.prefix_cache and lacks_states), "a prefix without its state would go on wrongly"
 
     # ---- requests
 
@@ -553,74 +551,6 @@ class Engine:
         if self.scheduler.states is not None:
             reserved = itertools.chain.from_iterable(one.saves.values() for one in running)
             self.scheduler.states.check(reserved, [one.restored for one in running if one.restored])
-
-
-# ---- what a plan allocates
-
-
-def _cache(models: LoadedPair, plan: Plan) -> Cache:
-    return Cache(
-        models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype),
-        num_pages=plan.num_pages + NUM_RESERVED_PAGES,
-        num_rows=plan.max_num_seqs + 1,  # and the scratch row
-        page_size=plan.page_size,
-        dtype=getattr(torch, plan.dtype),
-        device=models.device,
-        kernels=models.target.kernels,
-        rule=_rule(plan),
-        num_exact_pages=plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0,
-        num_slots=plan.num_states + NUM_RESERVED_SLOTS if plan.num_states else 0,
-    )
-
-
-def _rows(models: LoadedPair, plan: Plan) -> Rows:
-    return Rows(
-        max_rows=plan.max_num_seqs,
-        max_pages=plan.pages_of(plan.max_positions),
-        vocab_size=models.config.vocab_size,
-        scratch_page=SCRATCH_PAGE,
-        device=models.device,
-        kernels=models.target.kernels,
-        has_exact=bool(plan.num_exact_pages),
-        history_size=plan.max_positions if plan.draft_ngram else 0,
-        hidden_size=models.config.hidden_size if models.has_mtp else 0,
-        dtype=getattr(torch, plan.dtype),
-        save_grid=plan.state_grid,
-        max_saves=plan.max_positions // plan.state_grid if plan.num_states else 0,
-    )
-
-
-def _scheduler(models: LoadedPair, plan: Plan, clock: Callable[[], float]) -> Scheduler:
-    pages = PageAllocator(
-        num_pages=plan.num_pages + NUM_RESERVED_PAGES,
-        first=NUM_RESERVED_PAGES,
-        page_size=plan.page_size,
-        num_later=int(models.has_mtp),
-    )
-    exact = states = None
-    if plan.num_exact_pages:
-        exact = ExactPages(
-            num_pages=plan.num_exact_pages + NUM_RESERVED_PAGES,
-            first=NUM_RESERVED_PAGES,
-            page_size=plan.page_size,
-            compressed_end_at=_rule(plan).compressed_end_at,
-        )
-    if plan.num_states:  # their slots come after the rows
-        states = SavedStates(count=plan.num_states, first=plan.max_num_seqs + 1, grid=plan.state_grid)
-    pages.on_forget = partial(_forget, exact, states)
-    return Scheduler(plan, pages, clock, exact, states)
-
-
-def _rule(plan: Plan) -> PositionRule:
-    return PositionRule(window=plan.kv_window, block=plan.block)
-
-
-def _forget(exact: ExactPages | None, states: SavedStates | None, node: int) -> None:
-    """Forget what is kept for a prefix whose page is reused."""
-    if exact is not None:
-        exact.forget(node)
-    if states is not None:
-        states.forget(node)
 
 
 def _chunks(batch: Batch, later: int) -> list[int]:

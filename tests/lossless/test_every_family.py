@@ -406,6 +406,15 @@ def test_conversations_continue_from_saved_states(name, plan):
         assert sorted(cached.values()) == sorted(length // 6 * 6 for length in lengths)
 
 
+def test_a_hybrid_without_saved_states_reuses_no_prefix():
+    pair = families.pair(HYBRID_NAMES[0])
+    with pytest.raises(AssertionError, match="without its state"):
+        families.engine(pair, "none", num_states=0)
+    engine = families.engine(pair, "none", num_states=0, prefix_cache=False)
+    with pytest.raises(AssertionError, match="without its state"):
+        engine.replan(replace(engine.plan, prefix_cache=True))
+
+
 @pytest.mark.slow
 def test_conversations_leave_no_memory_behind():
     pair = families.pair("qwen3_next-whole")
