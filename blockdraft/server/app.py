@@ -17,7 +17,7 @@ from blockdraft.server.api.messages.routes import routes as message_routes
 from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.receipts import ReceiptBook
 from blockdraft.server.api.responses.routes import routes as response_routes
-from blockdraft.server.api.schemas import Version
+from blockdraft.server.api.schemas import ServerInfo, Version
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.replies import health_of, live_response, start_response, status_response
@@ -76,6 +76,7 @@ class _State:
             Route("/ready", self.ready),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
+            Route("/server_info", self.server_info),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
             Route("/events", self.events),
@@ -104,6 +105,10 @@ class _State:
     async def version(self, request: Request) -> Response:
         version: Version = {"version": __version__}
         return JSONResponse(version)
+
+    async def server_info(self, request: Request) -> Response:
+        info: ServerInfo = {"served_model_name": self.name, "version": __version__}
+        return JSONResponse(info)
 
     async def metrics(self, request: Request) -> Response:
         engine = self.engine

@@ -143,7 +143,13 @@ def not_ready_response(state: object) -> ErrorResponse:
     if state == "starting":
         text = "the engine is still starting: /ready shows its progress."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
-    return error_response(503, f"the server is {state}: /ready says why.", code="not_ready")
+    return closing(error_response(503, f"the server is {state}: /ready says why.", code="not_ready"))
+
+
+def closing(refusal: ErrorResponse) -> ErrorResponse:
+    """Return the refusal; its connection ends, so that a balancer gives the next one to another server."""
+    refusal.headers["connection"] = "close"
+    return refusal
 
 
 def health_of(state: State) -> Health:
