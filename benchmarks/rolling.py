@@ -1,17 +1,16 @@
 """Replicas behind a balancer restart one after the other, under load: how many requests fail?
 
-    python -m benchmarks.rolling [--door nginx|router] [--streams 8] [--rounds 1] [--json FILE] [-- FLAGS OF SERVE]
+    python -m benchmarks.rolling [--door nginx|router] [--streams 8] [--rounds 1] [-- FLAGS OF SERVE]
 
-Two servers in processes of their own, behind nginx with deploy/nginx.conf or behind SGLang's router with the flags of
-deploy/systemd/sglang-router.service; only ports are replaced. Streams ask all the time, half of them for whole answers, greedy
-or with a seed; every answer has to be == to the one that the first server gave before the load. Each
-server gets SIGTERM, has to end with code 0, is started again and waited for. Exits with 1 when a request
-fails, a stream breaks off or an answer differs.
+Two servers in processes of their own, behind nginx with deploy/nginx.conf or behind SGLang's router with the
+flags of deploy/systemd/sglang-router.service; only ports and folders are replaced. All streams ask all the
+time, half of the requests for whole answers, half greedy and half with a seed; every answer has to be == to
+the one that the first server gave before the load. Each server gets SIGTERM, has to end with code 0, is
+started again and waited for. Exits with 1 when a request fails, a stream breaks off or an answer differs.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -143,7 +142,9 @@ def nginx_conf(folder: Path, door: int, ports: list[int]) -> str:
     text = NGINX.read_text().replace(f"listen {DOOR};", f"listen 127.0.0.1:{door};")
     for address, port in zip(REPLICAS, ports, strict=True):
         text = text.replace(address, f"127.0.0.1:{port}")
-    text = text.replace("/var/log/nginx", str(folder)).replace("worker_processes auto;", "worker_processes 2;")
+    text = text.replace("/var/log/nginx", str(folder)).replace(
+        "worker_processes auto;", "worker_processes 2;"
+    )
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = "".join(f"    {kind}_temp_path {folder}/{kind};\n" for kind in kinds)
     return f"pid {folder}/pid;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{paths}", 1)
