@@ -1,6 +1,6 @@
 """Replicas behind a balancer restart one after the other, under load: how many requests fail?
 
-    python -m benchmarks.rolling [--door nginx|router] [--streams 8] [--rounds 1] [-- FLAGS OF SERVE]
+    python -m benchmarks.rolling [--balancer nginx|router] [--streams 8] [--rounds 1] [-- FLAGS OF SERVE]
 
 Two servers in processes of their own, behind nginx with deploy/nginx.conf or behind SGLang's router with the
 flags of deploy/systemd/sglang-router.service; only ports and folders are replaced. All streams ask all the
@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from blockdraft.machine.machine import free_port
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 NGINX, ROUTER = DEPLOY / "nginx.conf", DEPLOY / "systemd/sglang-router.service"
-REPLICAS, DOOR = ("127.0.0.1:8001", "127.0.0.1:8002"), "8000"  # as those files have them
+REPLICAS, PORT = ("127.0.0.1:8001", "127.0.0.1:8002"), "8000"  # as those files have them
 NUM_PROMPTS = 24
 TEMPERATURES = (0.0, 0.8)
 STEADY_S = 3.0  # load before, between and after restarts; arbitrary
@@ -50,9 +50,8 @@ class Replica:
     port: int
     flags: list[str]
     log: IO[bytes]
-    process: "subprocess.Popen[bytes] | None" = None
+    process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list)
-    num_served: int = 0
 
     def start(self) -> None:
         command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(self.port), *self.flags]
@@ -64,14 +63,8 @@ class Replica:
 
     def end(self) -> None:
         assert self.process is not None
-        self.num_served += self.count_served()
         self.process.send_signal(signal.SIGTERM)
         self.codes.append(self.process.wait(END_S))
-
-    def count_served(self) -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as page:
-            found = re.findall(r"^vllm:request_success_total{.*} ([\d.]+)", page.read().decode(), re.M)
-        return int(sum(map(float, found)))
 
 
 @dataclass(slots=True)
@@ -134,12 +127,12 @@ def bodies(name: str, max_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-# ---- the door
+# ---- the balancer
 
 
-def nginx_conf(folder: Path, door: int, ports: list[int]) -> str:
+def nginx_conf(folder: Path, own_port: int, ports: list[int]) -> str:
     """Return deploy/nginx.conf with these ports, and with all that it writes in `folder`."""
-    text = NGINX.read_text().replace(f"listen {DOOR};", f"listen 127.0.0.1:{door};")
+    text = NGINX.read_text().replace(f"listen {PORT};", f"listen 127.0.0.1:{own_port};")
     for address, port in zip(REPLICAS, ports, strict=True):
         text = text.replace(address, f"127.0.0.1:{port}")
     text = text.replace("/var/log/nginx", str(folder)).replace(
@@ -150,23 +143,23 @@ def nginx_conf(folder: Path, door: int, ports: list[int]) -> str:
     return f"pid {folder}/pid;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{paths}", 1)
 
 
-def router_command(program: str, door: int, ports: list[int]) -> list[str]:
+def router_command(program: str, own_port: int, ports: list[int]) -> list[str]:
     """Return the command of deploy/systemd/sglang-router.service with these ports."""
     unit = ROUTER.read_text().replace("\\\n", " ")
     _, *words = shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart="))[10:])
     addresses = dict(zip(REPLICAS, ports, strict=True))
-    new = {DOOR: str(door), "29000": str(free_port())}
+    new = {PORT: str(own_port), "29000": str(free_port())}
     new |= {f"http://{address}": f"http://127.0.0.1:{port}" for address, port in addresses.items()}
     return [program, *(new.get(word, word) for word in words)]
 
 
-def door_command(kind: str, folder: Path, door: int, ports: list[int]) -> list[str]:
+def balancer_command(kind: str, folder: Path, own_port: int, ports: list[int]) -> list[str]:
     program = find_program(kind)
     if program is None:
         raise SystemExit(f"{kind} is not on PATH")
     if kind == "router":
-        return router_command(program, door, ports)
-    (folder / "nginx.conf").write_text(nginx_conf(folder, door, ports))
+        return router_command(program, own_port, ports)
+    (folder / "nginx.conf").write_text(nginx_conf(folder, own_port, ports))
     return [program, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
 
 
@@ -178,18 +171,18 @@ def find_program(kind: str) -> str | None:
 
 
 @contextmanager
-def running_door(command: list[str], url: str, log: IO[bytes]):  # noqa: ANN201
+def running_balancer(command: list[str], url: str, log: IO[bytes]) -> Iterator[None]:
     """The balancer; it serves once an answer of a replica comes through."""
-    with subprocess.Popen(command, stdout=log, stderr=log) as door:
+    with subprocess.Popen(command, stdout=log, stderr=log) as balancer:
         try:
             end_s = time.monotonic() + END_S
             while not answers(url):
-                if door.poll() is not None or time.monotonic() > end_s:
+                if balancer.poll() is not None or time.monotonic() > end_s:
                     raise SystemExit(f"the balancer does not answer:\n{Path(log.name).read_text()[-2000:]}")
                 time.sleep(0.2)
             yield
         finally:
-            door.terminate()
+            balancer.terminate()
 
 
 def answers(url: str) -> bool:
@@ -217,7 +210,7 @@ async def roll(load: Load, replicas: list[Replica], *, num_streams: int, num_rou
 
 
 def run(args: argparse.Namespace, folder: Path) -> tuple[Load, list[Replica]]:
-    door, ports = free_port(), [free_port() for _ in REPLICAS]
+    own_port, ports = free_port(), [free_port() for _ in REPLICAS]
     flags = ["--served-model-name", "rolling", *args.flags]
     with ExitStack() as opened:
         logs = [opened.enter_context((folder / f"replica-{n}.log").open("wb")) for n in range(len(ports))]
@@ -228,13 +221,12 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[Load, list[Replica]]:
             opened.callback(replica_killed, replica)
         for replica in replicas:
             replica.wait()
-        load = Load(f"http://127.0.0.1:{door}", bodies("rolling", args.max_tokens))
+        load = Load(f"http://127.0.0.1:{own_port}", bodies("rolling", args.max_tokens))
         load.expected = [expected(ports[0], body) for body in load.bodies]
-        log = opened.enter_context((folder / "door.log").open("wb"))
-        opened.enter_context(running_door(door_command(args.door, folder, door, ports), load.url, log))
+        log = opened.enter_context((folder / "balancer.log").open("wb"))
+        command = balancer_command(args.balancer, folder, own_port, ports)
+        opened.enter_context(running_balancer(command, load.url, log))
         asyncio.run(roll(load, replicas, num_streams=args.streams, num_rounds=args.rounds))
-        for replica in replicas:
-            replica.num_served += replica.count_served()
     return load, replicas
 
 
@@ -258,7 +250,7 @@ def num_repeated(folder: Path) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--door", choices=("nginx", "router"), default="nginx")
+    parser.add_argument("--balancer", choices=("nginx", "router"), default="nginx")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1, help="restarts of each server")
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -273,18 +265,17 @@ def main() -> None:
         load, replicas = run(args, folder)
         repeated = num_repeated(folder)
     result |= {
-        "door": args.door,
+        "balancer": args.balancer,
         "streams": args.streams,
         "requests": load.num_answers,
         "failed": sum(load.failures.values()),
         "failures": dict(load.failures),
         "slowest_s": load.slowest_s,
         "repeated_by_nginx": repeated,
-        "answered_by": [replica.num_served for replica in replicas],
         "exit_codes": [replica.codes for replica in replicas],
     }
-    shown = ("requests", "failed", "slowest_s", "repeated_by_nginx", "answered_by", "exit_codes")
-    print(table(["rolling restart", args.door], [[name, result[name]] for name in shown]))
+    shown = ("requests", "failed", "slowest_s", "repeated_by_nginx", "exit_codes")
+    print(table(["rolling restart", args.balancer], [[name, result[name]] for name in shown]))
     for text, count in load.failures.most_common(5):
         print(f"{count} x {text}", file=sys.stderr)
     save(args.json, result)

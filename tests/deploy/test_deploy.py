@@ -149,13 +149,13 @@ def test_selectors_find_the_pods():
 
 def test_every_file_has_the_same_replicas():
     ports = {int(address.rpartition(":")[2]) for address in REPLICAS}
-    assert {int(one["environment"]["PORT"]) for name, one in COMPOSE.items() if name != "door"} == ports
+    assert {int(one["environment"]["PORT"]) for name, one in COMPOSE.items() if name != "proxy"} == ports
     assert set(re.findall(r"^ +server (\S+) max_fails=0;$", NGINX.read_text(), re.M)) == set(REPLICAS)
     assert {f"http://{address}" for address in REPLICAS} <= set(command_of(ROUTER.read_text()))
     (job,) = documents("monitoring/prometheus.yml")[0]["scrape_configs"]
     assert job["static_configs"] == [{"targets": list(REPLICAS)}]
-    assert CUDA.keys() == COMPOSE.keys() - {"door"}
-    assert all(one["network_mode"] == "service:door" for name, one in COMPOSE.items() if name != "door")
+    assert CUDA.keys() == COMPOSE.keys() - {"proxy"}
+    assert all(one["network_mode"] == "service:proxy" for name, one in COMPOSE.items() if name != "proxy")
 
 
 def test_nginx_fits_the_limits_of_the_server():
@@ -182,7 +182,7 @@ def test_the_router_has_the_same_flags_everywhere():
         own = ("host", "worker-urls", "prometheus-host")
         return {n: v for n, v in found.items() if n not in own and not re.match("service-disc|selector", n)}
 
-    assert flags(unit[2:]) == flags(WITH_ROUTER["door"]["command"]) == flags(pod["args"])
+    assert flags(unit[2:]) == flags(WITH_ROUTER["proxy"]["command"]) == flags(pod["args"])
     assert int(flags(unit)["max-payload-size"]) == OPTIONS.max_body_bytes
     assert int(flags(unit)["request-timeout-secs"]) > OPTIONS.request_timeout_s
     versions = re.findall(r"sglang-router==([\d.]+)", ROUTER.read_text() + str(WITH_ROUTER))

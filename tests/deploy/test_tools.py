@@ -66,7 +66,7 @@ def test_docker_compose_merges_the_files(names):
         pytest.skip("docker has no compose here")
     files = [word for name in names for word in ("-f", DEPLOY / f"compose/{name}.yaml")]
     merged = yaml.safe_load(check("docker", "compose", *files, "config").stdout)["services"]
-    assert merged.keys() == {"door", "replica-1", "replica-2"}
+    assert merged.keys() == {"proxy", "replica-1", "replica-2"}
 
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "systemd").iterdir()), ids=lambda path: path.stem)
@@ -165,16 +165,16 @@ def test_nginx_takes_the_configuration(tmp_path):
     check(program, "-t", "-p", tmp_path, "-e", "stderr", "-c", tmp_path / "nginx.conf")
 
 
-@pytest.mark.parametrize("door", ["nginx", "router"])
-def test_no_request_fails_while_replicas_restart_one_after_the_other(door, tmp_path):
-    if find_program(door) is None:
-        pytest.skip(f"{door} is not installed")
+@pytest.mark.parametrize("balancer", ["nginx", "router"])
+def test_no_request_fails_while_replicas_restart_one_after_the_other(balancer, tmp_path):
+    if find_program(balancer) is None:
+        pytest.skip(f"{balancer} is not installed")
     flags = ["--draft", str(PAIR / "draft"), *MODEL[1:], "--max-num-seqs", "4"]
-    words = ["-m", "benchmarks.rolling", "--door", door, "--json", tmp_path / "result.json", "--", MODEL[0]]
-    check(sys.executable, *words, *flags, cwd=ROOT)
+    words = ["-m", "benchmarks.rolling", "--balancer", balancer, "--json", tmp_path / "result.json"]
+    check(sys.executable, *words, "--", MODEL[0], *flags, cwd=ROOT)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["failed"] == 0
     assert result["requests"] > 100
     assert result["exit_codes"] == [[0], [0]]
-    if door == "nginx":  # otherwise the restart was not noticed
+    if balancer == "nginx":  # otherwise the restart was not noticed
         assert result["repeated_by_nginx"] > 0
