@@ -165,6 +165,11 @@ def test_nginx_takes_the_configuration(tmp_path):
     check(program, "-t", "-p", tmp_path, "-e", "stderr", "-c", tmp_path / "nginx.conf")
 
 
+def test_caddy_takes_the_configuration(tmp_path):
+    words = ("--adapter", "caddyfile", "--config", DEPLOY / "Caddyfile")
+    check(tool("caddy"), "validate", *words, env={"HOME": str(tmp_path)})
+
+
 @pytest.mark.parametrize("balancer", ["nginx", "router"])
 def test_no_request_fails_while_replicas_restart_one_after_the_other(balancer, tmp_path):
     if find_program(balancer) is None:
