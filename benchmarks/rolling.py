@@ -2,69 +2,33 @@
 
     python -m benchmarks.rolling [--balancer nginx|router] [--streams 8] [--rounds 1] [-- FLAGS OF SERVE]
 
-Two servers in processes of their own, behind nginx with deploy/nginx.conf or behind SGLang's router with the
-flags of deploy/systemd/sglang-router.service; only ports and folders are replaced. All streams ask all the
-time, half of the requests for whole answers, half greedy and half with a seed; every answer has to be == to
-the one that the first server gave before the load. Each server gets SIGTERM, has to end with code 0, is
-started again and waited for. Exits with 1 when a request fails, a stream breaks off or an answer differs.
+Two servers behind nginx or SGLang's router as deploy/ has them. All streams ask all the time, half of the
+requests for whole answers, half greedy and half with a seed; every answer has to be == to the one that the
+first server gave before the load. Each server gets SIGTERM, has to end with code 0, is started again and
+waited for. Exits with 1 when a request fails, a stream breaks off or an answer differs.
 """
 
 import argparse
 import asyncio
-import os
 import random
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
+from benchmarks.balanced import BALANCERS, NAME, Replica, balanced
 from benchmarks.record import context, save, table
-from benchmarks.soak import CHAT, STORY, text_of, wait_until_ready
-from blockdraft.machine.machine import free_port
+from benchmarks.soak import CHAT, text_of, words
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
-NGINX, ROUTER = DEPLOY / "nginx.conf", DEPLOY / "systemd/sglang-router.service"
-REPLICAS, PORT = ("127.0.0.1:8001", "127.0.0.1:8002"), "8000"  # as those files have them
 NUM_PROMPTS = 24
 TEMPERATURES = (0.0, 0.8)
 STEADY_S = 3.0  # load before, between and after restarts; arbitrary
-END_S = 60
-
-
-@dataclass(slots=True)
-class Replica:
-    """A server that is started and ended again on one port."""
-
-    port: int
-    flags: list[str]
-    log: IO[bytes]
-    process: subprocess.Popen[bytes] | None = None
-    codes: list[int] = field(default_factory=list)
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(self.port), *self.flags]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-
-    def wait(self) -> None:
-        assert self.process is not None
-        wait_until_ready(self.port, self.process)
-
-    def end(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        self.codes.append(self.process.wait(END_S))
 
 
 @dataclass(slots=True)
@@ -112,88 +76,19 @@ class Load:
         return None if text == expected else f"an answer differs: {text[:60]!r}, expected {expected[:60]!r}"
 
 
-def bodies(name: str, max_tokens: int) -> list[dict[str, Any]]:
-    """Return requests whose answers can be repeated. The router wants the model's name in each."""
+def bodies(max_tokens: int) -> list[dict[str, Any]]:
+    """Return requests whose answers can be repeated."""
     chance = random.Random(0)
     return [
         {
-            "model": name,
-            "messages": [{"role": "user", "content": " ".join(chance.choices(STORY.split(), k=12))}],
+            "model": NAME,
+            "messages": [{"role": "user", "content": words(chance, 12)}],
             "temperature": TEMPERATURES[number % 2],
             "seed": number,
             "max_tokens": 1 + chance.randrange(max_tokens),
         }
         for number in range(NUM_PROMPTS)
     ]
-
-
-# ---- the balancer
-
-
-def nginx_conf(folder: Path, own_port: int, ports: list[int]) -> str:
-    """Return deploy/nginx.conf with these ports, and with all that it writes in `folder`."""
-    text = NGINX.read_text().replace(f"listen {PORT};", f"listen 127.0.0.1:{own_port};")
-    for address, port in zip(REPLICAS, ports, strict=True):
-        text = text.replace(address, f"127.0.0.1:{port}")
-    text = text.replace("/var/log/nginx", str(folder)).replace(
-        "worker_processes auto;", "worker_processes 2;"
-    )
-    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    paths = "".join(f"    {kind}_temp_path {folder}/{kind};\n" for kind in kinds)
-    return f"pid {folder}/pid;\ndaemon off;\n" + text.replace("http {\n", f"http {{\n{paths}", 1)
-
-
-def router_command(program: str, own_port: int, ports: list[int]) -> list[str]:
-    """Return the command of deploy/systemd/sglang-router.service with these ports."""
-    unit = ROUTER.read_text().replace("\\\n", " ")
-    _, *words = shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart="))[10:])
-    addresses = dict(zip(REPLICAS, ports, strict=True))
-    new = {PORT: str(own_port), "29000": str(free_port())}
-    new |= {f"http://{address}": f"http://127.0.0.1:{port}" for address, port in addresses.items()}
-    return [program, *(new.get(word, word) for word in words)]
-
-
-def balancer_command(kind: str, folder: Path, own_port: int, ports: list[int]) -> list[str]:
-    program = find_program(kind)
-    if program is None:
-        raise SystemExit(f"{kind} is not on PATH")
-    if kind == "router":
-        return router_command(program, own_port, ports)
-    (folder / "nginx.conf").write_text(nginx_conf(folder, own_port, ports))
-    return [program, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-
-
-def find_program(kind: str) -> str | None:
-    """Return nginx (Debian keeps it in /usr/sbin) or sglang-router, here or in this Python's environment."""
-    name = "nginx" if kind == "nginx" else "sglang-router"
-    folders = (os.environ.get("PATH", ""), "/usr/sbin", str(Path(sys.executable).parent))
-    return shutil.which(name, path=os.pathsep.join(folders))
-
-
-@contextmanager
-def running_balancer(command: list[str], url: str, log: IO[bytes]) -> Iterator[None]:
-    """The balancer; it serves once an answer of a replica comes through."""
-    with subprocess.Popen(command, stdout=log, stderr=log) as balancer:
-        try:
-            end_s = time.monotonic() + END_S
-            while not answers(url):
-                if balancer.poll() is not None or time.monotonic() > end_s:
-                    raise SystemExit(f"the balancer does not answer:\n{Path(log.name).read_text()[-2000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            balancer.terminate()
-
-
-def answers(url: str) -> bool:
-    try:
-        models = httpx.get(f"{url}/v1/models", timeout=5)
-    except httpx.HTTPError:
-        return False
-    return models.status_code == 200 and bool(models.json()["data"])
-
-
-# ---- the run
 
 
 async def roll(load: Load, replicas: list[Replica], *, num_streams: int, num_rounds: int) -> None:
@@ -210,30 +105,11 @@ async def roll(load: Load, replicas: list[Replica], *, num_streams: int, num_rou
 
 
 def run(args: argparse.Namespace, folder: Path) -> tuple[Load, list[Replica]]:
-    own_port, ports = free_port(), [free_port() for _ in REPLICAS]
-    flags = ["--served-model-name", "rolling", *args.flags]
-    with ExitStack() as opened:
-        logs = [opened.enter_context((folder / f"replica-{n}.log").open("wb")) for n in range(len(ports))]
-        replicas = [Replica(port, flags, log) for port, log in zip(ports, logs, strict=True)]
-        for replica in replicas:
-            replica.start()
-            assert replica.process is not None
-            opened.callback(replica_killed, replica)
-        for replica in replicas:
-            replica.wait()
-        load = Load(f"http://127.0.0.1:{own_port}", bodies("rolling", args.max_tokens))
-        load.expected = [expected(ports[0], body) for body in load.bodies]
-        log = opened.enter_context((folder / "balancer.log").open("wb"))
-        command = balancer_command(args.balancer, folder, own_port, ports)
-        opened.enter_context(running_balancer(command, load.url, log))
+    with balanced(args.balancer, folder, args.flags) as (url, replicas):
+        load = Load(url, bodies(args.max_tokens))
+        load.expected = [expected(replicas[0].port, body) for body in load.bodies]
         asyncio.run(roll(load, replicas, num_streams=args.streams, num_rounds=args.rounds))
     return load, replicas
-
-
-def replica_killed(replica: Replica) -> None:
-    if replica.process is not None and replica.process.poll() is None:
-        replica.process.terminate()
-        replica.process.wait()
 
 
 def expected(port: int, body: dict[str, Any]) -> str:
@@ -250,7 +126,7 @@ def num_repeated(folder: Path) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--balancer", choices=("nginx", "router"), default="nginx")
+    parser.add_argument("--balancer", choices=BALANCERS, default="nginx")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1, help="restarts of each server")
     parser.add_argument("--max-tokens", type=int, default=48)

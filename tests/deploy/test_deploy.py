@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.rolling import NGINX, REPLICAS, ROUTER
+from benchmarks.balanced import NGINX, REPLICAS, ROUTER
 from blockdraft.cli.container import serve_words
 from blockdraft.cli.main import parse
 from blockdraft.engine.stats import Load, Stats

@@ -14,7 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.rolling import CHAT, find_program, nginx_conf
+from benchmarks.balanced import find_program, nginx_conf
+from benchmarks.soak import CHAT
 from blockdraft.machine.machine import free_port
 from tests.deploy.test_deploy import ALERTS, BOARD, DEPLOY, QUERIES, REPLICAS, ROOT
 from tests.server.test_life import HELLO, MODEL, PAIR, running, wait_for
