@@ -17,10 +17,16 @@ from blockdraft.server.api.messages.routes import routes as message_routes
 from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.receipts import ReceiptBook
 from blockdraft.server.api.responses.routes import routes as response_routes
-from blockdraft.server.api.schemas import ServerInfo, Version
+from blockdraft.server.api.schemas import Version
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.auth_limits import AuthLimits
-from blockdraft.server.http.replies import health_of, live_response, start_response, status_response
+from blockdraft.server.http.replies import (
+    health_of,
+    live_response,
+    server_info_response,
+    start_response,
+    status_response,
+)
 from blockdraft.server.http.routing import HANDLERS, FastRoutes
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_feed import LoopFeed, live_events
@@ -107,8 +113,7 @@ class _State:
         return JSONResponse(version)
 
     async def server_info(self, request: Request) -> Response:
-        info: ServerInfo = {"served_model_name": self.name, "version": __version__}
-        return JSONResponse(info)
+        return server_info_response(self.name)
 
     async def metrics(self, request: Request) -> Response:
         engine = self.engine

@@ -75,13 +75,6 @@ class Version(TypedDict):
     version: str
 
 
-class ServerInfo(TypedDict):
-    """The model's name for clients, under SGLang's path: its router asks for it."""
-
-    served_model_name: str
-    version: str
-
-
 class Status(TypedDict):
     """The state of the engine (/live), and of the server (/health)."""
 

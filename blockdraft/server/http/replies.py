@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
+from blockdraft import __version__
 from blockdraft.phases import State
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
@@ -170,6 +171,19 @@ def start_response(start: Mapping[str, object]) -> JSONResponse:
 def _state_response(body: Mapping[str, object], *, is_ok: bool, state: object) -> JSONResponse:
     headers = {"retry-after": str(START_RETRY_AFTER_S)} if state == "starting" else None
     return JSONResponse(body, status_code=200 if is_ok else 503, headers=headers)
+
+
+class ServerInfo(TypedDict):
+    """The model's name for clients. SGLang's router asks for it under SGLang's own path."""
+
+    served_model_name: str
+    version: str
+
+
+def server_info_response(name: str) -> JSONResponse:
+    """Return the answer of /server_info."""
+    info: ServerInfo = {"served_model_name": name, "version": __version__}
+    return JSONResponse(info)
 
 
 def event(data: Mapping[str, object]) -> str:
