@@ -48,12 +48,12 @@ class Replica:
         assert self.process is not None
         wait_until_ready(self.port, self.process)
 
-    def end(self) -> None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(number)
         self.codes.append(self.process.wait(END_S))
 
-    def kill(self) -> None:
+    def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             self.process.wait()
@@ -69,7 +69,7 @@ def balanced(kind: str, folder: Path, flags: list[str]) -> Iterator[tuple[str, l
         replicas = [Replica(port, flags, log) for port, log in zip(ports, logs, strict=True)]
         for replica in replicas:
             replica.start()
-            opened.callback(replica.kill)
+            opened.callback(replica.close)
         for replica in replicas:
             replica.wait()
         log = opened.enter_context((folder / "balancer.log").open("wb"))

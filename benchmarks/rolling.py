@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -91,12 +92,12 @@ def bodies(max_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-async def roll(load: Load, replicas: list[Replica], *, num_streams: int, num_rounds: int) -> None:
-    """Restart all replicas one after the other, `num_rounds` times, while the load runs."""
-    running = asyncio.create_task(load.run(num_streams))
+async def roll(load: Load, replicas: list[Replica], args: argparse.Namespace) -> None:
+    """Restart all replicas one after the other while the load runs."""
+    running = asyncio.create_task(load.run(args.streams))
     await asyncio.sleep(STEADY_S)
-    for replica in replicas * num_rounds:
-        await asyncio.to_thread(replica.end)
+    for replica in replicas * args.rounds:
+        await asyncio.to_thread(replica.end, signal.SIGKILL if args.kill else signal.SIGTERM)
         replica.start()
         await asyncio.to_thread(replica.wait)
         await asyncio.sleep(STEADY_S)
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[Load, list[Replica]]:
     with balanced(args.balancer, folder, args.flags) as (url, replicas):
         load = Load(url, bodies(args.max_tokens))
         load.expected = [expected(replicas[0].port, body) for body in load.bodies]
-        asyncio.run(roll(load, replicas, num_streams=args.streams, num_rounds=args.rounds))
+        asyncio.run(roll(load, replicas, args))
     return load, replicas
 
 
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--balancer", choices=BALANCERS, default="nginx")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1, help="restarts of each server")
+    parser.add_argument("--kill", action="store_true", help="SIGKILL: streams that have begun break off")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all logs there")
