@@ -184,7 +184,7 @@ def serve(num_rows: int, profile: str | None) -> None:
     import uvicorn
 
     from blockdraft.server.app import make_app
-    from blockdraft.server.http.lifetime import uvicorn_config
+    from blockdraft.server.http.lifetime import settle_memory, uvicorn_config
     from blockdraft.server.http.logs import set_up
     from blockdraft.server.options import ServerOptions
 
@@ -194,6 +194,7 @@ def serve(num_rows: int, profile: str | None) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     while engine.startup.state == "starting":
         time.sleep(0.02)
+    settle_memory()  # as the server does when the engine is ready
 
     def answer(lines: IO[str]) -> None:
         print(listener.getsockname()[1], flush=True)

@@ -6,6 +6,7 @@ of the OpenAPI document. A null field counts as left out; unknown fields are ign
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -187,9 +188,14 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
         if name in given and not any(_is_same(given[name], one) for one in neutral):
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
     asked = validate(kind, given)
-    known = {*kind.model_fields, *kind.UNSUPPORTED, *kind.HARMLESS}
-    asked._ignored = tuple(shown_name(name) for name in given if name not in known)
+    if others := given.keys() - _known_names(kind):
+        asked._ignored = tuple(shown_name(name) for name in given if name in others)
     return asked
+
+
+@functools.cache
+def _known_names(kind: type[AnyBody]) -> frozenset[str]:
+    return frozenset({*kind.model_fields, *kind.UNSUPPORTED, *kind.HARMLESS})
 
 
 def _is_same(value: object, other: object) -> bool:

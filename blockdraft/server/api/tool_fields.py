@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -108,7 +109,7 @@ class ToolFields(StrictFields):
             return [one.function.name for one in choice.allowed_tools.tools]
         return [] if choice == "none" else None
 
-    @property
+    @cached_property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
         """Return the tools that the model may call."""
         chosen = self._chosen
@@ -116,6 +117,8 @@ class ToolFields(StrictFields):
 
     def check_tools(self) -> None:
         """Raise RequestError for schemas that are too large, and for missing or repeated names."""
+        if not self.tools and self.tool_choice in ("none", "auto"):
+            return
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():

@@ -20,6 +20,7 @@ from blockdraft.engine.streams import EngineStopped, Mail
 from blockdraft.engine.watchdog import Watchdog
 from blockdraft.errors import BlockdraftError
 from blockdraft.phases import StartProgress
+from blockdraft.server.engine_link.outbox import Inbox
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -101,13 +102,14 @@ class _Server:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._inbox = Inbox(connection)
         self._lock = Lock()
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield the server's messages until it sends "close" or is gone."""
         while True:
             try:
-                message = self._connection.recv()
+                message = self._inbox.recv()
             except (EOFError, OSError):
                 return
             if message[0] == "close":

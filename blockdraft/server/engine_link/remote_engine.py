@@ -33,7 +33,7 @@ from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress
-from blockdraft.server.engine_link.outbox import Outbox, packed
+from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class RemoteEngine:
         self._child = child
         self._connection = connection
         self._on_hang = on_hang
-        self._outbox = Outbox(connection)
+        self._inbox, self._outbox = Inbox(connection), Outbox(connection)
         self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
         self._lock = Lock()  # keeps what is sent and what is live consistent
         self._is_open = True
@@ -218,7 +218,7 @@ class RemoteEngine:
                 )
             self._live[stream.request_id] = _Live(stream, len(message))
             self._num_live_bytes += len(message)
-            self._outbox.put(message)
+            self._outbox.put_soon(message)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -280,7 +280,7 @@ class RemoteEngine:
     def _read(self) -> None:
         try:
             while True:
-                message = self._connection.recv()
+                message = self._inbox.recv()
                 self._silence.hear()
                 self._take(message)
         except (EOFError, OSError):

@@ -190,7 +190,8 @@ class _Generation(StructuredOutputFields, AnyBody):
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: object
     ) -> SamplingParams:
         """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
-        given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        values = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given = {name: value for name, value in values.items() if value is not None}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         given["structured_outputs"] = self.structured_output
         return SamplingParams(**{**defaults, **given, **last})

@@ -212,12 +212,15 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
     elif tags is not None:
         is_inside = begins_inside(tags, dialect.tokenizer, prompt_ids)
     output = _structured_output(asked, dialect, sampling.structured_outputs)
-    sampling = replace(
-        sampling,
-        structured_outputs=output,
-        thinking=_thinking(asked, dialect, prompt_ids, is_inside=is_inside, is_structured=output is not None),
-        skip_special_tokens=asked.skip_special_tokens and not _shown_tags(asked, dialect),
-    )
+    changed = {
+        "structured_outputs": output,
+        "thinking": _thinking(
+            asked, dialect, prompt_ids, is_inside=is_inside, is_structured=output is not None
+        ),
+        "skip_special_tokens": asked.skip_special_tokens and not _shown_tags(asked, dialect),
+    }
+    if any(getattr(sampling, name) is not value for name, value in changed.items()):
+        sampling = replace(sampling, **changed)
     return PreparedChat(asked, dialect, prompt_ids, sampling, is_inside)
 
 
