@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -193,7 +193,7 @@ def check_request(
 
 
 def new_request_id() -> str:
-    return f"request-{uuid.uuid4().hex}"
+    return f"request-{secrets.token_hex(16)}"
 
 
 @dataclass(frozen=True, slots=True)

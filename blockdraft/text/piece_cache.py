@@ -46,28 +46,27 @@ class PieceCache:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
         pieces, known, ids = _CUT.split(text), self._known, list[int]()
-        try:
+        new = set(pieces).difference(known)
+        if not new:
             for piece in pieces:
                 ids += known[piece]
-        except KeyError:
-            return self._encode_new(pieces)
+            return ids
+        found = self._learn([piece for piece in dict.fromkeys(pieces) if piece in new])
+        for piece in pieces:
+            ids += found[piece] if piece in found else known[piece]
         return ids
 
-    def _encode_new(self, pieces: list[str]) -> list[int]:
-        """Return the ids of a text's pieces, and remember the short ones.
+    def _learn(self, new: list[str]) -> dict[str, list[int]]:
+        """Return the ids of a text's new pieces, which are in their order, and remember the short ones.
 
-        New pieces joined in their order can be cut at the same places: only the text's first piece begins
-        without a space, and only its last may end in white space.
+        Joined, they can be cut at the same places: only the text's first piece begins without a space, and
+        only its last may end in white space.
         """
-        found = {piece: self._known.get(piece) for piece in pieces}
-        new = [piece for piece, ids in found.items() if ids is None]
+        found = dict(zip(new, self._encode_apart(new), strict=True))
         if len(self._known) + len(new) > MAX_PIECES:
-            self._known.clear()
-        for piece, piece_ids in zip(new, self._encode_apart(new), strict=True):
-            found[piece] = piece_ids
-            if len(piece) <= MAX_PIECE_CHARS:
-                self._known[piece] = piece_ids
-        return [token_id for piece in pieces for token_id in found[piece] or ()]
+            self._known = {}  # another dictionary, as texts that are being encoded still use the old one
+        self._known.update((piece, found[piece]) for piece in new if len(piece) <= MAX_PIECE_CHARS)
+        return found
 
     def _encode_apart(self, pieces: list[str]) -> list[list[int]]:
         """Return the ids of each piece, in a third of the time of a call for each."""

@@ -39,6 +39,7 @@ _JSON_NAMES = {
     "list": "an array",
     "str": "a string",
 }
+_SIZED = (str, list, tuple)
 _WORK = " work"  # not an identifier: no template can name it
 
 
@@ -112,14 +113,18 @@ class _Work:
             raise _OverBudget(f"more than {_MAX_STEPS} steps")
 
     def add_result(self, value: object) -> None:
-        size = len(value) if isinstance(value, str | list | tuple) else 0
+        size = len(value) if isinstance(value, _SIZED) else 0
         if size > _MAX_CHARS:
             raise _OverBudget(f"a text of more than {_MAX_CHARS} characters")
-        self.add_steps(1 + size // _CHARS_PER_STEP)
+        self._num_steps += 1 + size // _CHARS_PER_STEP
+        if self._num_steps > _MAX_STEPS:
+            self.add_steps(0)
 
     def add_output(self, piece: str) -> None:
-        self.add_steps(1)
+        self._num_steps += 1
         self._num_chars += len(piece)
+        if self._num_steps > _MAX_STEPS:
+            self.add_steps(0)
         if self._num_chars > _MAX_CHARS:
             raise _OverBudget(f"a prompt of more than {_MAX_CHARS} characters")
 
@@ -187,6 +192,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: object, right: object
     ) -> object:
+        if operator == "+" and type(left) is type(right) is str:  # nearly always
+            text: str = left + right
+            _work_of(context).add_result(text)
+            return text
         if operator in ("*", "**"):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, str):

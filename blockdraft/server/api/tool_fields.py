@@ -11,7 +11,7 @@ from pydantic import Field
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
-from blockdraft.server.api.fields import StrictFields
+from blockdraft.server.api.fields import StrictFields, empty
 from blockdraft.server.api.json_schemas import Schema
 from blockdraft.tool_calls.pieces import FunctionTool
 
@@ -87,7 +87,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 class ToolFields(StrictFields):
     """All fields about tools."""
 
-    tools: Tools = Field(default=[])
+    tools: Tools = empty(list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
