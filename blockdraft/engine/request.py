@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal
 
@@ -64,30 +65,18 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_range("n", self.n, 1, MAX_CHOICES)
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_k", self.top_k, -1, 2**31)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0)
+        for name, default, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not default:
+                _check_range(name, value, low, high)
         if self.top_p == 0:
             raise RequestError("top_p = 0.0 leaves no token: use 0 < top_p <= 1, or temperature 0.")
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31)
-        self._check_optional()
-        self._check_lists()
+        self._check_pairs()
+        has_lists = (self.stop, self.stop_token_ids, self.logit_bias, self.cache_salt) != (None, (), {}, None)
+        if has_lists:
+            self._check_lists()
 
-    def _check_optional(self) -> None:
-        for name, value, low, high in (
-            ("seed", self.seed, -(2**63), 2**63 - 1),
-            ("max_tokens", self.max_tokens, 1, 2**31),
-            ("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            ("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
-            ("width", self.width, 1, 1024),
-        ):
-            if value is not None:
-                _check_range(name, value, low, high)
+    def _check_pairs(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             text = f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}: lower it."
             raise RequestError(text, "min_tokens")
@@ -134,6 +123,24 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+_LIMITS = {
+    "n": (1, MAX_CHOICES),
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "min_tokens": (0, 2**31),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "width": (1, 1024),
+}
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
+_RANGES = [(name, _DEFAULTS[name], low, high) for name, (low, high) in _LIMITS.items()]
 _SAMPLING_NAMES = frozenset(SamplingParams.__slots__)
 _SAMPLING_VALUES = attrgetter(*SamplingParams.__slots__)
 
@@ -192,8 +199,12 @@ def check_request(
         )
 
 
+_PROCESS, _NUMBERS_OF_REQUESTS = secrets.token_hex(8), itertools.count()
+
+
 def new_request_id() -> str:
-    return f"request-{secrets.token_hex(16)}"
+    """Return an id that no other request of this process has."""
+    return f"request-{_PROCESS}-{next(_NUMBERS_OF_REQUESTS):x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +247,17 @@ class Metrics:
     is_cut: bool = False  # the answer ends inside its last block, whose delivered tokens are all drafts
     seed: int | None = None  # with this seed, a request for one choice gets the same tokens
 
+    def __reduce__(self) -> tuple[type[Metrics], tuple[object, ...]]:
+        """Pickle by position, as `Delta`."""
+        return Metrics, _METRICS_VALUES(self)
+
     @property
     def tokens_per_step(self) -> float:
         """Return the mean tokens committed per step, the sampled one included."""
         return self.num_tokens / self.steps if self.steps else 0.0
+
+
+_METRICS_VALUES = attrgetter(*Metrics.__slots__)
 
 
 def counted_width(width: int, num_committed: int, num_kept: int) -> int:

@@ -1,10 +1,11 @@
 """Encodes short texts piece by piece, and remembers the ids of each piece.
 
-The words of a language and of a conversation recur. A lookup takes a sixth of the time of encoding.
+The words of a language and of a conversation recur. A lookup takes a tenth of the time of encoding.
 
 A text is cut before a single space between two visible ASCII characters. No token of the tokenizers below
 contains such a place: their split patterns match a space only as a match's first character or among other
-white space. So the ids of a text are those of its pieces, and other tokenizers are not used here.
+white space. So the ids of a text are those of its pieces, and other tokenizers are not used here. The cut
+drops the space; all pieces but the first are encoded with a space before them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tokenizers import models
 
 MAX_PIECES = 1 << 16  # some 16 MB; arbitrary
 MAX_PIECE_CHARS = 64  # such as the markup between two messages with a word on each side; arbitrary
-_CUT = re.compile(r"(?<=[!-~])(?= [!-~])")
+_CUT = re.compile(r"(?<=[!-~]) (?=[!-~])")
+_VISIBLE = re.compile(r"[!-~](?:.*[!-~])?", re.DOTALL)  # a text that begins and ends with such a character
 _SPACE_INSIDE = re.compile(r"[!-~] ")
 
 _ENDINGS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
@@ -41,44 +43,63 @@ class PieceCache:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[str, list[int]] = {}  # pieces with cuts on both sides
+        self._ends: dict[str, list[int]] = {}  # first and last pieces, with the space before them
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        pieces, known, ids = _CUT.split(text), self._known, list[int]()
-        new = set(pieces).difference(known)
-        if not new:
-            for piece in pieces:
+        pieces, known = text.split(" "), self._known
+        new = set(pieces[1:-1]).difference(known)
+        is_cut = _ends_visible(pieces[0]) and _VISIBLE.match(pieces[-1])
+        if not (is_cut and all(map(_VISIBLE.fullmatch, new))):
+            pieces = _CUT.split(text)
+            new = set(pieces[1:-1]).difference(known)
+        if len(pieces) == 1:
+            return list(self._encode_end(text))
+        ids = list(self._encode_end(pieces[0]))
+        if new:
+            found = self._learn(list(new))
+            for piece in pieces[1:-1]:
+                ids += found[piece] if piece in found else known[piece]
+        else:
+            for piece in pieces[1:-1]:
                 ids += known[piece]
-            return ids
-        found = self._learn([piece for piece in dict.fromkeys(pieces) if piece in new])
-        for piece in pieces:
-            ids += found[piece] if piece in found else known[piece]
+        ids += self._encode_end(f" {pieces[-1]}")
+        return ids
+
+    def _encode_end(self, piece: str) -> list[int]:
+        """Return the ids of a text's first or last piece, and remember a short one."""
+        ids = self._ends.get(piece)
+        if ids is None:
+            ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
+            if len(self._ends) >= MAX_PIECES:
+                self._ends = {}
+            if len(piece) <= MAX_PIECE_CHARS:
+                self._ends[piece] = ids
         return ids
 
     def _learn(self, new: list[str]) -> dict[str, list[int]]:
-        """Return the ids of a text's new pieces, which are in their order, and remember the short ones.
+        """Return the ids of pieces with cuts on both sides, and remember short ones.
 
-        Joined, they can be cut at the same places: only the text's first piece begins without a space, and
-        only its last may end in white space.
+        They are encoded as one text, in a third of the time of a call for each.
         """
-        found = dict(zip(new, self._encode_apart(new), strict=True))
+        joined = self._tokenizer.encode("".join(f" {piece}" for piece in new), add_special_tokens=False)
+        apart: list[list[int]] = [[] for _ in new]
+        at, end = 0, len(new[0]) + 1
+        for token_id, (start, _) in zip(joined.ids, joined.offsets, strict=True):
+            while start >= end:
+                at += 1
+                end += len(new[at]) + 1
+            apart[at].append(token_id)
         if len(self._known) + len(new) > MAX_PIECES:
             self._known = {}  # another dictionary, as texts that are being encoded still use the old one
+        found = dict(zip(new, apart, strict=True))
         self._known.update((piece, found[piece]) for piece in new if len(piece) <= MAX_PIECE_CHARS)
         return found
 
-    def _encode_apart(self, pieces: list[str]) -> list[list[int]]:
-        """Return the ids of each piece, in a third of the time of a call for each."""
-        joined = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
-        apart: list[list[int]] = [[] for _ in pieces]
-        at, end = 0, len(pieces[0])
-        for token_id, (start, _) in zip(joined.ids, joined.offsets, strict=True):
-            while start >= end and at + 1 < len(pieces):
-                at += 1
-                end += len(pieces[at])
-            apart[at].append(token_id)
-        return apart
+
+def _ends_visible(piece: str) -> bool:
+    return "!" <= piece[-1:] <= "~"
 
 
 def can_cut(tokenizer: tokenizers.Tokenizer) -> bool:

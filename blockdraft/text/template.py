@@ -39,6 +39,7 @@ _JSON_NAMES = {
     "list": "an array",
     "str": "a string",
 }
+_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 _SIZED = (str, list, tuple)
 _WORK = " work"  # not an identifier: no template can name it
 
@@ -58,8 +59,13 @@ def compile_template(source: str) -> jinja2.Template:
 def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> str:
     work = _Work()
     try:
+        # As Template.generate makes it, without its lookups of globals in a chain of dictionaries.
+        values = {**template.environment.globals, **variables, _WORK: work}
+        context = jinja2.runtime.new_context(
+            template.environment, template.name, template.blocks, values, shared=True
+        )
         pieces = []
-        for piece in template.generate({**variables, _WORK: work}):
+        for piece in template.root_render_func(context):
             work.add_output(piece)
             pieces.append(piece)
         return "".join(pieces)
@@ -168,6 +174,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _Counted().visit(tree)
         tree.set_environment(self)
         return tree
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        if type(obj) is jinja2.runtime.LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def call(
         __self,  # mangled names as in jinja, so that a template may pass any keyword

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -75,6 +74,7 @@ _RESERVED_KWARGS = frozenset(
         *("tools", "add_special_tokens", "split_special_tokens"),
     }
 )
+_IGNORED = "ignored fields"  # an entry of a body's __dict__: pydantic's private attributes take longer
 log = logging.getLogger(__name__)
 
 
@@ -95,10 +95,11 @@ class AnyBody(StrictFields):
 
     model: str | None = None
 
-    @cached_property
+    @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The names of fields that the API does not know, such as `temprature`; `parse` sets them."""
-        return ()
+        """Return the names of fields that the API does not know, such as `temprature`; `parse` finds them."""
+        found: tuple[str, ...] = self.__dict__.get(_IGNORED, ())
+        return found
 
     def check(self) -> None:
         """Raise RequestError for fields that contradict each other."""
@@ -200,7 +201,7 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
     asked = validate(kind, given)
     if others := given.keys() - _known_names(kind):
-        asked.__dict__["ignored_fields"] = tuple(shown_name(name) for name in given if name in others)
+        asked.__dict__[_IGNORED] = tuple(shown_name(name) for name in given if name in others)
     return asked
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -109,9 +108,11 @@ class ToolFields(StrictFields):
             return [one.function.name for one in choice.allowed_tools.tools]
         return [] if choice == "none" else None
 
-    @cached_property
+    @property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
         """Return the tools that the model may call."""
+        if not self.tools:
+            return ()
         chosen = self._chosen
         return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 # The length before a message, as multiprocessing's Connection reads it.
 _LENGTH = struct.Struct("!i")
-MAX_HOLD_S = 0.001  # that a message waits for others; arbitrary
+MAX_HOLD_S = 0.003  # that a message waits for others; arbitrary
 READ_BYTES = 1 << 18  # asked for in one read; arbitrary
 _DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Windows, where the thread writes all
 
