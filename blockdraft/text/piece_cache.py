@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import models
 
 MAX_PIECES = 1 << 16  # some 16 MB; arbitrary
+ENOUGH_PIECES = 1 << 13  # known ones, after which texts of mostly new pieces teach nothing; arbitrary
 MAX_PIECE_CHARS = 64  # such as the markup between two messages with a word on each side; arbitrary
 _CUT = re.compile(r"(?<=[!-~]) (?=[!-~])")
 _VISIBLE = re.compile(r"[!-~](?:.*[!-~])?", re.DOTALL)  # a text that begins and ends with such a character
@@ -43,8 +44,9 @@ class PieceCache:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}  # pieces with cuts on both sides
-        self._ends: dict[str, list[int]] = {}  # first and last pieces, with the space before them
+        # Tuples: Python's garbage collector does not visit those of numbers.
+        self._known: dict[str, tuple[int, ...]] = {}  # pieces with cuts on both sides
+        self._ends: dict[str, tuple[int, ...]] = {}  # first and last pieces, with the space before them
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
@@ -56,6 +58,9 @@ class PieceCache:
             new = set(pieces[1:-1]).difference(known)
         if len(pieces) == 1:
             return list(self._encode_end(text))
+        if 2 * len(new) > len(pieces) and len(known) > ENOUGH_PIECES:  # random text, another language
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
         ids = list(self._encode_end(pieces[0]))
         if new:
             found = self._learn(list(new))
@@ -67,33 +72,34 @@ class PieceCache:
         ids += self._encode_end(f" {pieces[-1]}")
         return ids
 
-    def _encode_end(self, piece: str) -> list[int]:
+    def _encode_end(self, piece: str) -> tuple[int, ...]:
         """Return the ids of a text's first or last piece, and remember a short one."""
         ids = self._ends.get(piece)
         if ids is None:
-            ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
+            ids = tuple(self._tokenizer.encode(piece, add_special_tokens=False).ids)
             if len(self._ends) >= MAX_PIECES:
                 self._ends = {}
             if len(piece) <= MAX_PIECE_CHARS:
                 self._ends[piece] = ids
         return ids
 
-    def _learn(self, new: list[str]) -> dict[str, list[int]]:
+    def _learn(self, new: list[str]) -> dict[str, tuple[int, ...]]:
         """Return the ids of pieces with cuts on both sides, and remember short ones.
 
         They are encoded as one text, in a third of the time of a call for each.
         """
-        joined = self._tokenizer.encode("".join(f" {piece}" for piece in new), add_special_tokens=False)
-        apart: list[list[int]] = [[] for _ in new]
-        at, end = 0, len(new[0]) + 1
-        for token_id, (start, _) in zip(joined.ids, joined.offsets, strict=True):
-            while start >= end:
+        joined = self._tokenizer.encode("".join([f" {piece}" for piece in new]), add_special_tokens=False)
+        ids, starts = joined.ids, [start for start, _ in joined.offsets]
+        found: dict[str, tuple[int, ...]] = {}
+        at = end = 0
+        for piece in new:
+            begin = at
+            end += len(piece) + 1
+            while at < len(ids) and starts[at] < end:
                 at += 1
-                end += len(new[at]) + 1
-            apart[at].append(token_id)
+            found[piece] = tuple(ids[begin:at])
         if len(self._known) + len(new) > MAX_PIECES:
             self._known = {}  # another dictionary, as texts that are being encoded still use the old one
-        found = dict(zip(new, apart, strict=True))
         self._known.update((piece, found[piece]) for piece in new if len(piece) <= MAX_PIECE_CHARS)
         return found
 

@@ -119,3 +119,12 @@ def test_the_cache_stays_small(monkeypatch):
         assert cache.encode(text) == rust.encode(text, add_special_tokens=False).ids
         assert len(cache._known) <= 8
         assert max(map(len, cache._known)) <= piece_cache.MAX_PIECE_CHARS
+
+
+def test_texts_of_new_pieces_are_no_longer_remembered_when_enough_are(monkeypatch):
+    monkeypatch.setattr(piece_cache, "ENOUGH_PIECES", 4)
+    rust = tokenizer("gpt2")
+    cache = PieceCache(rust)
+    for text in ("a b c d e f g h", "a b c d e f x h", "s t u v w x y z"):
+        assert cache.encode(text) == rust.encode(text, add_special_tokens=False).ids
+    assert set(cache._known) == set("bcdefgx")

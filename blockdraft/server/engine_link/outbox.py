@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import socket
 import struct
 import time
 from collections import deque
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from threading import Condition, Thread
 from typing import Any
 
@@ -28,7 +28,7 @@ _DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Window
 
 def packed(message: tuple[object, ...]) -> bytes:
     """Return the message pickled for `Connection.recv`, without its length. Raises RecursionError."""
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return bytes(ForkingPickler.dumps(message))
 
 
 class Outbox:
@@ -160,7 +160,7 @@ class Inbox:
         if _DONT_WAIT is None:
             return self._connection.recv()
         num_bytes = _LENGTH.unpack(self._take(_LENGTH.size))[0]
-        return pickle.loads(self._take(num_bytes))
+        return ForkingPickler.loads(self._take(num_bytes))
 
     def _take(self, num_bytes: int) -> bytes:
         while len(self._read) < num_bytes:
