@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -64,8 +65,10 @@ class EngineLoop:
         make_engine: Callable[[StartProgress], Engine],
         startup: StartProgress | None = None,
         recheck_share: float = 0.0,
+        max_wait_s: float = math.inf,
     ) -> None:
         self._recheck_share = recheck_share
+        self._max_wait_s = max_wait_s  # for a row; requests that would wait longer are refused
         self.startup = StartProgress() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
@@ -213,6 +216,7 @@ class EngineLoop:
 
     def _admit(self, command: _Add) -> None:
         self._recheck.pause()
+        self._engine.scheduler.check_wait(self._max_wait_s)
         self._engine.add(command.prompt_ids, command.sampling, command.receiver.request_id, command.guide)
 
     def _step(self) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
+from blockdraft.engine.queue_wait import QueueWait, retry_after_s
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
@@ -67,6 +68,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_refused_full = self.num_refused_wait = 0
+        self._wait = QueueWait()
         self._free_rows = list(reversed(range(plan.max_num_seqs)))
         self._at_begin: tuple[Sequence, ...] = ()
         self._last_width = 0
@@ -89,11 +92,29 @@ class Scheduler:
                 f"n = {len(sequences)} choices, but the queue holds {most}: raise --max-queue."
             )
         if not self.has_room(len(sequences)):
+            self.num_refused_full += 1
             raise CapacityError(
                 f"the queue is full ({len(self.waiting)} of {most} waiting): try again later, "
-                "or raise --max-queue."
+                "or raise --max-queue.",
+                retry_after_s(self.expected_wait_s / 10),  # until a tenth of the queue has moved on
             )
         self.waiting.extend(sequences)
+
+    def check_wait(self, limit_s: float) -> None:
+        """Raise CapacityError if a new request would probably wait longer than `limit_s` for a row."""
+        wait_s = self.expected_wait_s
+        if wait_s > limit_s:
+            self.num_refused_wait += 1
+            raise CapacityError(
+                f"the wait would be about {wait_s:.0f} s, with {len(self.waiting)} waiting, and the server "
+                f"lets nobody wait longer than {limit_s:g} s: try again later.",
+                retry_after_s(wait_s - limit_s),
+            )
+
+    @property
+    def expected_wait_s(self) -> float:
+        """Return how long a new request would wait for a row; 0 if that is not known."""
+        return self._wait.expected_s(len(self.waiting) - len(self._free_rows), len(self.running))
 
     def abort(self, request_id: str) -> list[Delta]:
         """End every choice of a request now; its rows and pages are free at once."""
@@ -461,6 +482,8 @@ class Scheduler:
             self._save_states(sequence, sequence.length)
             self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:
+                assert sequence.tally.start_s is not None
+                self._wait.learn(now_s - sequence.tally.start_s)
                 self._retire(sequence)
         return deltas
 

@@ -1,5 +1,6 @@
 """The scheduler alone: no model, a clock that tests set, and outcomes that they write."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,60 @@ class Bench:
                 return
             self.step()
         raise AssertionError("it does not come to that")
+
+
+def test_the_expected_wait_follows_from_how_long_answers_keep_their_rows():
+    bench = Bench(rows=2)
+    assert bench.scheduler.expected_wait_s == 0
+    for _ in range(2):
+        bench.add(4, max_tokens=1)
+    while bench.scheduler.has_work:
+        bench.now_s += 2.0
+        bench.step()
+    row_s = bench.now_s - 2.0  # both got their rows before the first step
+    bench.add(4)
+    assert bench.scheduler.expected_wait_s == 0  # a row is free
+    for _ in range(4):
+        bench.add(4)
+    bench.scheduler.schedule()
+    # Three wait, and a new request would be the fourth: one of two rows gets free twice in `row_s`.
+    assert bench.scheduler.expected_wait_s == 4 * row_s / 2
+
+
+def test_a_request_that_would_wait_too_long_is_refused_with_the_time_to_come_back():
+    bench = Bench(rows=1, queue=10)
+    bench.scheduler.check_wait(0.5)  # nothing is known yet
+    bench.add(4, max_tokens=1)
+    bench.scheduler.schedule()
+    bench.now_s += 3.0
+    bench.run_until(lambda: not bench.scheduler.has_work)
+    for _ in range(3):
+        bench.add(4)
+    bench.scheduler.schedule()
+    wait_s = bench.scheduler.expected_wait_s
+    assert wait_s == 9.0
+    bench.scheduler.check_wait(9.0)
+    with pytest.raises(CapacityError, match=r"about 9 s, with 2 waiting.* longer than 2\.5 s") as caught:
+        bench.scheduler.check_wait(2.5)
+    assert caught.value.retry_after_s == 7
+    assert bench.scheduler.num_refused_wait == 1
+    assert pickle.loads(pickle.dumps(caught.value)).retry_after_s == 7  # on its way to the server
+
+
+def test_a_full_queue_says_when_a_tenth_of_it_has_moved_on():
+    bench = Bench(rows=1, queue=3)
+    bench.add(4, max_tokens=1)
+    bench.scheduler.schedule()
+    bench.now_s += 5.0
+    bench.run_until(lambda: not bench.scheduler.has_work)
+    bench.add(4)
+    bench.scheduler.schedule()
+    for _ in range(3):
+        bench.add(4)
+    with pytest.raises(CapacityError) as caught:
+        bench.add(4)
+    assert caught.value.retry_after_s == 2
+    assert bench.scheduler.num_refused_full == 1
 
 
 def names(batch):

@@ -279,6 +279,9 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
     for response in refused:
         check_error(response, 429, "queue is full")
         assert int(response.headers["retry-after"]) >= 1
+    lines = ask(app, "GET", "/metrics").text.splitlines()
+    counted = [line for line in lines if line.startswith("blockdraft:requests_refused_total")]
+    assert float(next(line for line in counted if "queue_full" in line).split()[-1]) >= len(refused)
 
 
 def test_a_model_without_a_chat_template_says_so(models):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def run_engine(
     *,
     step_timeout_s: float,
     recheck_share: float = 0.0,
+    max_wait_s: float = math.inf,
 ) -> None:
     """Serve until the server sends "close" or is gone. `make_engine` sends its tokenizer early."""
     server = _Server(connection)
@@ -46,7 +48,7 @@ def run_engine(
         server.tell("info", engine_info(engine))
         return engine
 
-    loop = EngineLoop(make, startup, recheck_share)
+    loop = EngineLoop(make, startup, recheck_share, max_wait_s)
     watchdog = Watchdog(
         loop,
         step_timeout_s,

@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -101,13 +102,18 @@ class AuthLimits:
     """An ASGI application that checks requests before it calls another one."""
 
     def __init__(
-        self, app: ASGIApp, options: ServerOptions, has_path: Callable[[Scope], bool] = lambda scope: True
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        has_path: Callable[[Scope], bool] = lambda scope: True,
+        refused: Counter[str] | None = None,
     ) -> None:
         self._app = app
         self._has_path = has_path  # whether the application has a scope's path, whatever its method
         self._options = options
         self._keys = tuple(_digest(key.encode()) for key in options.api_keys)
         self._num_open = 0
+        self._refused = Counter() if refused is None else refused  # requests, by reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -177,6 +183,7 @@ class AuthLimits:
         if head.path in PROBES:  # always and at once: a supervisor may end a server that does not answer
             return await self._run(scope, _replay(b"", receive), reply)
         if self._num_open >= self._options.max_connections:
+            self._refused["connections"] += 1
             text = f"the server answers {self._options.max_connections} requests already: try again later."
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1

@@ -104,9 +104,8 @@ def answer_error(request: Request, error: Exception) -> Response:
         return not_ready_response(error.state)
     message = str(error)
     if isinstance(error, CapacityError):
-        return error_response(
-            429, message, "rate_limit_error", code="queue_full", retry_after_s=RETRY_AFTER_S
-        )
+        after_s = error.retry_after_s or RETRY_AFTER_S
+        return error_response(429, message, "rate_limit_error", code="queue_full", retry_after_s=after_s)
     if isinstance(error, RequestError):
         status = 404 if error.code == "model_not_found" else 400
         return error_response(status, message, INVALID, param=error.field, code=error.code)
