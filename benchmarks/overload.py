@@ -1,6 +1,6 @@
 """Overload: what clients get when more requests arrive than the server can answer. No model behind it.
 
-    python -m benchmarks.overload [--loads 0.5 1 2 4] [--max-wait 2] [--limit 2.5] [--seconds 15]
+    python -m benchmarks.overload [--loads 0.5 1 2 4] [--max-wait 2] [--limit 4] [--seconds 15]
 
 The layout is that of benchmarks/http.py. First as many clients as rows ask one request after the other: that
 is the load that is held. Then requests arrive at random times, at multiples of that load, each on its own
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 4])
     parser.add_argument("--max-wait", type=float, default=2.0)
-    parser.add_argument("--limit", type=float, default=2.5)
+    parser.add_argument("--limit", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

@@ -17,11 +17,13 @@ from blockdraft.engine.allocation import make_cache, make_rows, make_scheduler
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import (
+    ANYONE,
     MAX_LOGPROBS,
     Delta,
     Request,
     SamplingParams,
     TokenLogprobs,
+    Turn,
     check_request,
 )
 from blockdraft.engine.scheduler import Batch, Outcome, always
@@ -113,6 +115,7 @@ class Engine:
         sampling: SamplingParams,
         request_id: str | None = None,
         guide: Guide | None = None,
+        turn: Turn = ANYONE,
     ) -> str:
         """Queue a prompt and return the request's id.
 
@@ -127,6 +130,7 @@ class Engine:
             prompt_ids=_as_ints(prompt_ids),
             sampling=sampling,
             arrival_s=self.clock(),
+            turn=turn,
         )
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):

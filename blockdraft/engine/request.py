@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
@@ -207,6 +207,16 @@ def new_request_id() -> str:
     return f"request-{_PROCESS}-{next(_NUMBERS_OF_REQUESTS):x}"
 
 
+class Turn(NamedTuple):
+    """What decides when a request gets its row."""
+
+    priority: int = 0  # lower numbers go first, as vLLM's
+    client: tuple[str, ...] = ()  # who asks, such as a key and an address: clients take turns
+
+
+ANYONE = Turn()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, ready for the engine."""
@@ -215,6 +225,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
+    turn: Turn = ANYONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """Scheduler: gives sequences rows and pages, chooses each step's batch, and applies its outcome.
 
 A step is all prefill or all decode. While both have work they alternate; `chunks.py` chooses how often. Rows
-that verify the same width decode together. When pages run out, the youngest sequence loses its row, and is
-later prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
+that verify the same width decode together. When pages run out, one sequence loses its row, and is later
+prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from blockdraft.engine.queue_wait import QueueWait, retry_after_s
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
+from blockdraft.engine.waiting import WaitingQueue, last_to_run
 from blockdraft.engine.width_controller import ChosenStep, WidthController
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.planner.plan import Plan
@@ -65,7 +65,7 @@ class Scheduler:
         self.exact = exact  # None: no layer compresses
         self.states = states  # None: no layer has a state, or none is saved
         self.clock = clock
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_refused_full = self.num_refused_wait = 0
@@ -153,7 +153,7 @@ class Scheduler:
         if self.states is not None:
             self.states.recover()
         self._free_rows = list(reversed(range(self._plan.max_num_seqs)))
-        self.waiting = deque(s for s in self.waiting if s.request.id not in touched)
+        self.waiting = WaitingQueue(s for s in self.waiting if s.request.id not in touched)
         self.running = []
         return ended
 
@@ -188,16 +188,16 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        """Give waiting sequences, in order, a row and pages for all known tokens and one block."""
+        """Give waiting sequences, in turn, a row and pages for all known tokens and one block."""
         while self.waiting and self._free_rows:
-            sequence = self.waiting[0]
+            sequence = self.waiting.next(self.running)
             if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
                 return
             sequence.row = self._free_rows.pop()
             if sequence.tally.start_s is None:
                 sequence.tally.start_s = self.clock()
             self.running.append(sequence)
-            self.waiting.popleft()  # last: the sequence is always in one of the lists
+            self.waiting.take(sequence)  # last: the sequence is always in one of the lists
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
         """Say if another choice of the request is about to write the prompt to the cache."""
@@ -420,11 +420,11 @@ class Scheduler:
                 sequence.pages += self.pages.allocate(num_pages)
                 return
             except OutOfPages:
-                self._preempt(self.running[-1])
+                self._preempt(last_to_run(self.running))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence to the head of the queue; the prefix cache may keep its pages."""
-        self.waiting.appendleft(sequence)  # first: the sequence is always in one of the lists
+        """Move a running sequence to the head of its queue; the prefix cache may keep its pages."""
+        self.waiting.put_back(sequence)  # first: the sequence is always in one of the lists
         self._retire(sequence)
         sequence.length = 0
         sequence.forget_partial_prompt_logprobs()

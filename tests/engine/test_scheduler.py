@@ -7,7 +7,7 @@ import pytest
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.page_allocator import PageAllocator
-from blockdraft.engine.request import Request, SamplingParams
+from blockdraft.engine.request import ANYONE, Request, SamplingParams, Turn
 from blockdraft.engine.scheduler import Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
 from blockdraft.errors import CapacityError, RequestError
@@ -33,13 +33,13 @@ class Bench:
         self.scheduler = Scheduler(plan, self.pages, lambda: self.now_s)
         self.num_added = 0
 
-    def add(self, num_prompt, *, first=None, max_tokens=50, width=BLOCK, choices=1, name=None):
+    def add(self, num_prompt, *, first=None, max_tokens=50, width=BLOCK, choices=1, name=None, turn=ANYONE):
         """Queue a request whose prompt begins with the token `first` (None: one of its own)."""
         self.num_added += 1
         name = name or f"r{self.num_added}"
         begin = 100 * self.num_added if first is None else first
         prompt = tuple(range(begin, begin + num_prompt))
-        request = Request(name, prompt, SamplingParams(n=choices), arrival_s=self.now_s)
+        request = Request(name, prompt, SamplingParams(n=choices), arrival_s=self.now_s, turn=turn)
         made = []
         for index in range(choices):
             leader = made[0] if made else None
@@ -66,6 +66,60 @@ class Bench:
                 return
             self.step()
         raise AssertionError("it does not come to that")
+
+
+def order_of(bench, num_tokens=1):
+    """Run everything, and return the requests in the order in which they got their rows."""
+    order = []
+    while bench.scheduler.has_work:
+        bench.step(num_tokens)
+        bench.now_s += 1.0
+        order += [one.request.id for one in bench.scheduler.running if one.request.id not in order]
+    return order
+
+
+def test_one_request_waits_for_one_answer_not_for_all_that_another_client_has_queued():
+    bench = Bench(rows=2, queue=30)
+    for number in range(20):
+        bench.add(4, max_tokens=3, name=f"many{number}", turn=Turn(client=("", "1.2.3.4")))
+    bench.step()
+    bench.add(4, max_tokens=3, name="one", turn=Turn(client=("", "5.6.7.8")))
+    order = order_of(bench)
+    assert order[2] == "one"
+    order.remove("one")
+    assert order == [f"many{number}" for number in range(20)]
+
+
+def test_keys_take_turns_and_addresses_among_those_of_a_key():
+    bench = Bench(rows=1, queue=30)
+    for key, address in ("aa", "aa", "ab", "bc", "bc", "bd"):
+        bench.add(4, max_tokens=1, name=f"{key}{address}{bench.num_added}", turn=Turn(client=(key, address)))
+        bench.now_s += 0.01
+    # When the only row gets free, nobody has another: those go first who had theirs longest ago.
+    assert order_of(bench) == ["aa0", "bc3", "ab2", "bd5", "aa1", "bc4"]
+    bench = Bench(rows=4, queue=30)
+    for key, address in (*(["aa"] * 4), "ab", "ab", "bc", "bc"):
+        bench.add(4, max_tokens=9, name=f"{key}{address}{bench.num_added}", turn=Turn(client=(key, address)))
+        bench.now_s += 0.01
+    bench.scheduler.schedule()
+    assert [one.request.id for one in bench.scheduler.running] == ["aa0", "bc6", "ab4", "bc7"]
+
+
+def test_a_lower_priority_number_goes_first_whoever_asks():
+    bench = Bench(rows=1, queue=30)
+    for name, priority in (("late", 1), ("usual", 0), ("first", -5), ("second", -5)):
+        bench.add(4, max_tokens=1, name=name, turn=Turn(priority, client=(name,)))
+        bench.now_s += 0.01
+    assert order_of(bench) == ["first", "second", "usual", "late"]
+
+
+def test_the_highest_priority_number_gives_up_its_row_first():
+    bench = Bench(num_pages=6, rows=3)
+    for name, priority in (("old", 0), ("batch", 3), ("young", 0)):
+        bench.add(4, max_tokens=30, name=name, turn=Turn(priority))
+    bench.run_until(lambda: bench.scheduler.num_preemptions == 1)
+    assert [one.request.id for one in bench.scheduler.waiting] == ["batch"]
+    assert [one.request.id for one in bench.scheduler.running] == ["old", "young"]
 
 
 def test_the_expected_wait_follows_from_how_long_answers_keep_their_rows():

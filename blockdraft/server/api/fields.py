@@ -50,7 +50,6 @@ _UNSUPPORTED: Unsupported = {
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "priority": (0,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -60,7 +59,7 @@ _UNSUPPORTED: Unsupported = {
 _HARMLESS = frozenset(
     {
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
-        *("store", "user"),
+        *("priority", "store", "user"),
     }
 )
 _IN_JSON = {  # pydantic's texts that name classes and types of Python

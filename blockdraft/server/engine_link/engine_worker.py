@@ -16,7 +16,7 @@ from typing import Any
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.request import Delta, SamplingParams, Turn
 from blockdraft.engine.streams import EngineStopped, Mail
 from blockdraft.engine.watchdog import Watchdog
 from blockdraft.errors import BlockdraftError
@@ -68,7 +68,12 @@ def run_engine(
 
 
 def _add(
-    loop: EngineLoop, server: _Server, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    loop: EngineLoop,
+    server: _Server,
+    request_id: str,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    turn: Turn,
 ) -> None:
     def reply(added: Future[None]) -> None:
         if added.cancelled():  # aborted before the engine got it: no delta will follow
@@ -80,7 +85,7 @@ def _add(
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server), turn).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:

@@ -134,7 +134,9 @@ class AuthLimits:
                 await reply.preflight()
                 return
             else:
-                refusal = self._refusal(head, scope)
+                number = self._key_number(head)
+                state["client"] = _client(number, scope)
+                refusal = self._refusal(head, scope, has_key=number is not None)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -142,7 +144,7 @@ class AuthLimits:
         finally:
             reply.log()
 
-    def _refusal(self, head: _Head, scope: Scope) -> Response | None:
+    def _refusal(self, head: _Head, scope: Scope, *, has_key: bool) -> Response | None:
         """Return the refusal of a request with an unacceptable head; None if the head is acceptable."""
         # Browsers always send the Host header, so a page of another name cannot avoid this check.
         hosts = self._options.allowed_hosts if b"host" in head.headers else ()
@@ -153,7 +155,7 @@ class AuthLimits:
                 "with the name among its allowed hosts.",
                 INVALID,
             )
-        if not self._is_allowed(head):
+        if self._keys and not has_key and not _is_open(head.path):
             text = "no valid API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
@@ -163,20 +165,23 @@ class AuthLimits:
             return error_response(404, no_such_path(head.path), INVALID)
         return wrong
 
-    def _is_allowed(self, head: _Head) -> bool:
+    def _key_number(self, head: _Head) -> int | None:
+        """Return the number of the key that a request has; None if it has no valid one or needs none."""
         if not self._keys or _is_open(head.path):
-            return True
+            return None
         given = head.values(b"authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        is_bearer = self._is_known(key) and scheme.lower() == "bearer"
+        bearer = self._number_of(key)
         plain = head.values(b"x-api-key")  # Anthropic's clients put the key here
-        return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
+        number = self._number_of(plain[0]) if len(plain) == 1 else None
+        return number if number is not None or scheme.lower() != "bearer" else bearer
 
-    def _is_known(self, key: str) -> bool:
+    def _number_of(self, key: str) -> int | None:
+        """Return the number of a key; None if it is not valid."""
         # Compare digests of equal length, with all keys, so that the time reveals nothing about the keys.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return any(matches)
+        return matches.index(True) if any(matches) else None
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Run the application. Return a refusal if there are too many requests or the body is not valid."""
@@ -335,6 +340,12 @@ def _head(scope: Scope) -> _Head:
     is_valid = given and _REQUEST_ID.fullmatch(given)
     request_id = given.decode() if is_valid else secrets.token_hex(16)
     return _Head(request_id, scope["method"], scope["path"], headers, raw, num_bytes)
+
+
+def _client(key_number: int | None, scope: Scope) -> tuple[str, str]:
+    """Return the number of the key, if there is one, and the address: clients take turns."""
+    address = scope.get("client")
+    return "" if key_number is None else str(key_number), "" if address is None else str(address[0])
 
 
 @functools.lru_cache(256)

@@ -167,6 +167,7 @@ class _Generation(StructuredOutputFields, AnyBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
+    priority: int = Field(default=0, ge=-MAX_INT, le=MAX_INT)  # lower numbers go first
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     speculative: SpeculativeField = Speculative()
 
