@@ -237,10 +237,10 @@ def test_a_submission_cancelled_before_the_engine_sees_it_never_runs(engine, loo
 def test_a_submission_cancelled_while_the_engine_takes_it_is_aborted(engine, loop, monkeypatch):
     entered, cancelled, add = threading.Event(), threading.Event(), engine.add
 
-    def slow_add(*args):
+    def slow_add(*args, **more):
         entered.set()
         assert cancelled.wait(30)
-        return add(*args)
+        return add(*args, **more)
 
     async def cancel_inside():
         task = asyncio.create_task(submit(loop, PROMPT, LONG))
@@ -391,7 +391,7 @@ def test_a_start_that_fails_is_answered_with_its_reason():
 
 
 def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypatch):
-    monkeypatch.setattr(engine, "add", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine, "add", lambda *_, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(collect(loop))
     monkeypatch.undo()

@@ -217,7 +217,7 @@ def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatc
         def __init__(self, *, what):
             super().__init__(what)
 
-    def fail(*_):
+    def fail(*_, **more):
         raise Odd(what="a bug of ours")
 
     monkeypatch.setattr(engine, "add", fail)
