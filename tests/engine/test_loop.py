@@ -12,7 +12,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
 from blockdraft.engine.request import SamplingParams, new_request_id
 from blockdraft.engine.streams import Outlets, Stream
-from blockdraft.errors import ModelError, RequestError
+from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
@@ -237,10 +237,10 @@ def test_a_submission_cancelled_before_the_engine_sees_it_never_runs(engine, loo
 def test_a_submission_cancelled_while_the_engine_takes_it_is_aborted(engine, loop, monkeypatch):
     entered, cancelled, add = threading.Event(), threading.Event(), engine.add
 
-    def slow_add(*args):
+    def slow_add(*args, **more):
         entered.set()
         assert cancelled.wait(30)
-        return add(*args)
+        return add(*args, **more)
 
     async def cancel_inside():
         task = asyncio.create_task(submit(loop, PROMPT, LONG))
@@ -391,7 +391,7 @@ def test_a_start_that_fails_is_answered_with_its_reason():
 
 
 def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypatch):
-    monkeypatch.setattr(engine, "add", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine, "add", lambda *_, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(collect(loop))
     monkeypatch.undo()
@@ -474,3 +474,23 @@ def test_an_output_is_compiled_while_the_engine_goes_on(models, monkeypatch):
 
     asyncio.run(run())
     loop.close()
+
+
+def test_a_request_that_would_wait_too_long_is_refused_before_it_waits(engine):
+    engine.scheduler._wait.learn(100.0)  # seconds that an answer keeps its row
+    loop = EngineLoop(lambda startup: engine, max_wait_s=20.0).wait()
+
+    async def crowd():
+        rows = [await submit(loop, PROMPT, LONG) for _ in range(4)]
+        async for _ in rows[-1]:
+            break  # all rows are taken
+        with pytest.raises(CapacityError, match="about 25 s") as refused:
+            await submit(loop, PROMPT, LONG)
+        for stream in rows:
+            stream.close()
+        return refused.value.retry_after_s
+
+    try:
+        assert asyncio.run(crowd()) == 5
+    finally:
+        loop.close()

@@ -172,6 +172,15 @@ def test_waiting_is_told_by_its_reason():
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "deferred"),)] == 0
 
 
+def test_refusals_are_told_by_their_reason():
+    load = Load(num_refused_full=2, num_refused_wait=3, expected_wait_s=4.5)
+    samples, _ = scrape(Stats().snapshot(load), num_refused=1)
+    assert samples["blockdraft:requests_refused_total", (("reason", "queue_full"),)] == 2
+    assert samples["blockdraft:requests_refused_total", (("reason", "long_wait"),)] == 3
+    assert samples["blockdraft:connections_refused_total", ()] == 1
+    assert samples["blockdraft:expected_wait_seconds", ()] == 4.5
+
+
 def test_types_are_those_a_scraper_expects(served):
     _, families = scrape(served[0].snapshot())
     kinds = {name: family.type for name, family in families.items()}

@@ -28,12 +28,12 @@ from threading import Event, Lock, Thread
 from typing import Any, NoReturn
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import SamplingParams, new_request_id
+from blockdraft.engine.request import ANYONE, SamplingParams, Turn, new_request_id
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress
-from blockdraft.server.engine_link.outbox import Outbox, packed
+from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class RemoteEngine:
         self._child = child
         self._connection = connection
         self._on_hang = on_hang
-        self._outbox = Outbox(connection)
+        self._inbox, self._outbox = Inbox(connection), Outbox(connection)
         self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
         self._lock = Lock()  # keeps what is sent and what is live consistent
         self._is_open = True
@@ -196,7 +196,7 @@ class RemoteEngine:
         """Return whether the process is silent: it may be stuck, and may recover."""
         return self._silence.is_long
 
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn = ANYONE) -> Stream:
         """Queue a prompt. Raises EngineStopped, and CapacityError if the live requests take too many bytes.
 
         Errors of Engine.add are raised by the stream: to wait for them here would cost a message and two
@@ -207,7 +207,7 @@ class RemoteEngine:
         if self.startup.state != "ready":
             raise EngineStopped(f"the engine is {self.startup.state}.")
         stream = Stream(new_request_id(), self._outlets.here(), self.abort)
-        message = await _packed_request(stream.request_id, prompt_ids, sampling)
+        message = await _packed_request(stream.request_id, prompt_ids, sampling, turn)
         with self._lock:
             if not self._is_open:
                 raise EngineStopped(self._why())
@@ -218,7 +218,7 @@ class RemoteEngine:
                 )
             self._live[stream.request_id] = _Live(stream, len(message))
             self._num_live_bytes += len(message)
-            self._outbox.put(message)
+            self._outbox.put_soon(message)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -280,7 +280,7 @@ class RemoteEngine:
     def _read(self) -> None:
         try:
             while True:
-                message = self._connection.recv()
+                message = self._inbox.recv()
                 self._silence.hear()
                 self._take(message)
         except (EOFError, OSError):
@@ -360,9 +360,11 @@ class RemoteEngine:
         return "the engine failed on an internal error: restart the server."
 
 
-async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
+async def _packed_request(
+    request_id: str, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn
+) -> bytes:
     """Return the packed request. Long prompts and structured outputs are packed in a thread."""
-    message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
+    message = ("add", request_id, prompt_ids, sampling, turn)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
             return await asyncio.to_thread(packed, message)

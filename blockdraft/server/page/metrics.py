@@ -47,11 +47,20 @@ _HISTOGRAMS = {
 
 
 def render(
-    snapshot: Snapshot, info: EngineInfo | None, name: str, start: Mapping[str, object] | None = None
+    snapshot: Snapshot,
+    info: EngineInfo | None,
+    name: str,
+    start: Mapping[str, object] | None = None,
+    num_refused: int = 0,
 ) -> tuple[bytes, str]:
-    """Return text and content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
+    """Return text and content type. `start` is StartProgress.snapshot(), `info` None until it is ready.
+
+    `num_refused` counts requests beyond the limit of requests at once.
+    """
     labels = {"model_name": name, "engine": ENGINE}
     families = [*_engine(snapshot, labels)]
+    text = "Requests that were answered with 503, because too many were being answered."
+    families.append(_counter("blockdraft:connections_refused", text, num_refused, labels))
     if info is not None:
         families += _info(info, labels)
     if start is not None:
@@ -96,6 +105,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         "reason",
     )
     yield from _cache(snapshot, labels)
+    yield from _overload(snapshot, labels)
     for counter, text, value in (
         (
             "vllm:prefix_cache_queries",
@@ -152,6 +162,14 @@ def _cache(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     yield _gauge("blockdraft:states", text, states, labels, "kind")
     text = "Recurrent states evicted for others."
     yield _counter("blockdraft:states_evicted", text, snapshot.num_states_evicted, labels)
+
+
+def _overload(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
+    text = "Requests that were answered with 429, by reason."
+    refused = {"queue_full": snapshot.num_refused_full, "long_wait": snapshot.num_refused_wait}
+    yield _counter("blockdraft:requests_refused", text, refused, labels, "reason")
+    text = "Seconds that a new request would wait for a row."
+    yield _gauge("blockdraft:expected_wait_seconds", text, snapshot.expected_wait_s, labels)
 
 
 def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
