@@ -25,6 +25,7 @@ TILE = 16  # rows that are stored together
 CHUNK = 64  # columns that are stored together
 NO_ZERO = 8  # the zero point of symmetric integers
 SIGNS = (14, 12, 15, 13)  # bits of the signs of four E2M1 codes in half a word
+_SLICE = 64 * TILE  # rows that are converted at a time
 _MINUS_128 = 0xC300  # in bfloat16; its low bits are the zero point
 
 # Up to how many tokens the kernel of `triton.packed` is faster than unpacking the weight first, by compute
@@ -89,7 +90,12 @@ def why_not_packed(rows: int, columns: int, group: int) -> str | None:
 
 
 def pack_words(codes: Tensor, *, is_float: bool) -> Tensor:
-    """Return codes uint8 [rows, columns] as words."""
+    """Return codes uint8 [rows, columns] as words. Only slices of them are held in wider numbers."""
+    slices = range(0, len(codes), _SLICE)
+    return torch.cat([_packed(codes[begin : begin + _SLICE], is_float=is_float) for begin in slices])
+
+
+def _packed(codes: Tensor, *, is_float: bool) -> Tensor:
     rows, columns = codes.shape
     parts = codes.view(rows // TILE, 2, 8, columns // CHUNK, 8, 4, 2)  # tile, half, g, chunk, place, t, odd
     parts = parts.permute(0, 3, 2, 5, 1, 6, 4).to(torch.int64)

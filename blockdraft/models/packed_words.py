@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.packed import (
+    Code,
     PackedWords,
     by_lane,
     by_row,
     fp4_scales,
     int4_scales,
+    most_tokens,
     pack_words,
     read_fp4_scales,
     read_int4_scales,
@@ -24,6 +27,8 @@ from blockdraft.kernels.packed import (
 from blockdraft.kernels.pointwise import Gate
 from blockdraft.models.packed import Packed, Stacked
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, pack_nibbles, unpack_nibbles
+
+CODES: tuple[Code, ...] = get_args(Code)
 
 
 class Words(Packed):
@@ -94,6 +99,29 @@ class Words(Packed):
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         raise TypeError("words cannot be stacked: they are made of single matrices")
+
+
+def for_kernel(weight: Packed, dtype: torch.dtype, device: torch.device) -> Packed:
+    """Return a weight on `device` in words, if the kernel reads it and was measured; else as it is."""
+    parts = weight.members() if isinstance(weight, Stacked) else [weight]
+    if dtype not in (torch.bfloat16, torch.float16) or not any(most_tokens(code, device) for code in CODES):
+        return weight
+    if not all(isinstance(part, IntGroups | Fp4Groups) for part in parts):
+        return weight
+    words = pack_for_kernel(weight)
+    if isinstance(words, str) or not most_tokens(words.weight.code, device):
+        return weight
+    tries = (words, Words(words.weight._replace(pieces=None)))  # the second in float32
+    return next((one for one in tries if device.type != "cuda" or _is_exact(one, dtype)), weight)
+
+
+def _is_exact(words: Words, dtype: torch.dtype) -> bool:
+    """Return whether the kernel unpacks every value to the bits of `dequantise`, on this card."""
+    from blockdraft.kernels.triton.packed import unpack
+
+    end = words.shape[0]
+    slices = (words.weight.rows(begin, min(begin + 1024, end)) for begin in range(0, end, 1024))
+    return all(torch.equal(unpack(part, dtype), Words(part).dequantise(dtype)) for part in slices)
 
 
 def pack_for_kernel(weight: Packed) -> Words | str:
