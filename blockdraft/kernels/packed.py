@@ -13,25 +13,20 @@ Scales are a word for each row and group of columns: of integers the scale in 16
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.packed_speeds import MEASURED, Code
 from blockdraft.kernels.pointwise import Gate
 
-Code = Literal["int4", "nvfp4", "mxfp4"]
 TILE = 16  # rows that are stored together
 CHUNK = 64  # columns that are stored together
 NO_ZERO = 8  # the zero point of symmetric integers
 SIGNS = (14, 12, 15, 13)  # bits of the signs of four E2M1 codes in half a word
 _SLICE = 64 * TILE  # rows that are converted at a time
 _MINUS_128 = 0xC300  # in bfloat16; its low bits are the zero point
-
-# Up to how many tokens the kernel of `triton.packed` is faster than unpacking the weight first, by compute
-# capability and code, measured by `python -m benchmarks.packed_products`. Weights of a code that is not here
-# stay in groups: they are unpacked when they are loaded, or at every product.
-MEASURED: dict[tuple[tuple[int, int], Code], int] = {}
 
 
 class PackedWords(NamedTuple):

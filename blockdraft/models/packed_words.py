@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.packed import (
-    Code,
     PackedWords,
     by_lane,
     by_row,
@@ -24,11 +22,10 @@ from blockdraft.kernels.packed import (
     unpack_words,
     why_not_packed,
 )
+from blockdraft.kernels.packed_speeds import CODES
 from blockdraft.kernels.pointwise import Gate
 from blockdraft.models.packed import Packed, Stacked
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, pack_nibbles, unpack_nibbles
-
-CODES: tuple[Code, ...] = get_args(Code)
 
 
 class Words(Packed):

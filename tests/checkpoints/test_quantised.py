@@ -13,7 +13,7 @@ from blockdraft.checkpoints.schemes import CompressedIntScheme
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.packed import MEASURED
+from blockdraft.kernels.packed_speeds import MEASURED
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Packed, Stacked

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from blockdraft.kernels.packed import SIGNS, Code
+from blockdraft.kernels.packed import SIGNS
+from blockdraft.kernels.packed_speeds import Code
 
 _BEFORE = """
 .reg .b32 low, high, part, other, none;
