@@ -302,7 +302,7 @@ def test_the_pieces_of_a_factor_give_all_products(is_divisor):
 # ---- compiled for a card that is not here
 
 
-def compile_for_a_card(code, group, tokens, gate):
+def compile_for_a_card(code, group, tokens, gate, rows):
     """Two versions of Triton were seen to give lanes other words, and columns another order."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -310,7 +310,7 @@ def compile_for_a_card(code, group, tokens, gate):
 
     span, num_scales = (max(1, group // 64), max(1, 64 // group)) if code == "int4" else (1, 1)
     asm, constraints = packed_asm.widening(code, num_scales, is_half=False)
-    config = packed.choose(tokens, 4096, 4096)
+    config = packed.choose(tokens, rows)
     kinds = {
         "*bf16": "x out", "*i32": "words scales seconds",
         "i32": "num_tokens num_outputs num_chunks stride_x",
@@ -343,8 +343,8 @@ def compile_for_a_card(code, group, tokens, gate):
 @pytest.mark.parametrize(
     "case",
     [
-        "int4 128 1 none", "int4 128 16 silu", "int4 32 64 none", "nvfp4 16 16 none", "nvfp4 16 512 silu",
-        "mxfp4 32 8 silu",
+        "int4 128 1 none 4096", "int4 128 16 silu 12288", "int4 32 64 none 4096", "nvfp4 16 16 none 4096",
+        "nvfp4 16 512 silu 12288", "mxfp4 32 8 silu 12288",
     ],
 )  # fmt: skip
 def test_values_stay_in_the_lanes_that_load_them(case):
@@ -355,4 +355,4 @@ def test_values_stay_in_the_lanes_that_load_them(case):
 
 
 if __name__ == "__main__":
-    compile_for_a_card(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    compile_for_a_card(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -323,7 +323,7 @@ def linear(
     num_outputs = num_rows if gate == "none" else num_rows // 2
     assert num_outputs % TILE == 0, "whole tiles"
     assert x.shape[1] == num_inputs, "a value for each column"
-    config = config or choose(num_tokens, num_outputs, num_inputs)
+    config = config or choose(num_tokens, num_outputs)
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     tensors, constants = _operands(weight, x.dtype, is_card=x.is_cuda)
     height, width = TILE * config.tiles, CHUNK * config.chunks
@@ -337,10 +337,16 @@ def linear(
 
 
 @functools.cache
-def choose(num_tokens: int, num_outputs: int, num_inputs: int) -> Config:
-    """Return the division of a product. Nothing here was measured yet: `benchmarks.packed_products` does."""
+def choose(num_tokens: int, num_outputs: int) -> Config:
+    """Return the division of a product: enough programs, and enough words on their way from memory.
+
+    Nothing here was measured: `benchmarks.packed_products` compares divisions.
+    """
     if num_tokens > 64:
         return Config(128, 8, 1, warps=8, stages=3)
     if num_tokens > 16:
         return Config(64, 4, 2, warps=4, stages=3)
-    return Config(16 if num_tokens > 8 else 8, 4, 2, warps=4, stages=4)
+    block_m = 16 if num_tokens > 8 else 8
+    if num_outputs >= 12288:
+        return Config(block_m, 4, 4, warps=4, stages=3)
+    return Config(block_m, 2, 8, warps=2, stages=4)
