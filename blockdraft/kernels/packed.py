@@ -34,10 +34,12 @@ class PackedWords(NamedTuple):
 
     code: Code
     words: Tensor  # int32 [rows / 16, columns / 64, 32, 4]
-    scales: Tensor  # int32 [groups, rows]; tensors of rows are in the order 0, 8, 1, 9 … of a tile
+    scales: Tensor  # int32 [tiles, groups, 16], the rows of a tile in the order 0, 8, 1, 9 …
     group: int  # columns of a word of scales
     is_half: bool = False  # scales of integers are float16, else bfloat16
-    second: Tensor | None = None  # float32 [rows]: multiplies or divides the scales of NVFP4
+    second: Tensor | None = (
+        None  # float32 [rows], in the order of `scales`: multiplies or divides the scales of NVFP4
+    )
     is_divisor: bool = False
     factors: Tensor | None = None  # float32 [columns]: multiply the columns
     pieces: Tensor | None = None  # int32 [rows]: the second factor in two pieces, for fast widening of NVFP4
@@ -57,7 +59,7 @@ class PackedWords(NamedTuple):
         assert end % TILE == 0, "whole tiles"
         return self._replace(
             words=self.words[begin // TILE : end // TILE],
-            scales=self.scales[:, begin:end].contiguous(),
+            scales=self.scales[begin // TILE : end // TILE],
             second=None if self.second is None else self.second[begin:end],
             pieces=None if self.pieces is None else self.pieces[begin:end],
         )
@@ -128,19 +130,19 @@ def _as_int32(words: Tensor) -> Tensor:
 
 
 def by_lane(scales: Tensor) -> Tensor:
-    """Return words [rows, groups] as [groups, rows], in the order of the lanes."""
+    """Return words [rows, groups] as [tiles, groups, 16], in the order of the lanes."""
     rows, groups = scales.shape
-    return scales.view(rows // TILE, 2, 8, groups).permute(3, 0, 2, 1).reshape(groups, rows)
+    return scales.view(rows // TILE, 2, 8, groups).permute(0, 3, 2, 1).reshape(-1, groups, TILE)
 
 
 def by_row(scales: Tensor) -> Tensor:
     """Return words [rows, groups]; the inverse of `by_lane`."""
-    groups, rows = scales.shape
-    return scales.view(groups, rows // TILE, 8, 2).permute(1, 3, 2, 0).reshape(rows, groups)
+    tiles, groups, _ = scales.shape
+    return scales.view(tiles, groups, 8, 2).permute(0, 3, 2, 1).reshape(-1, groups)
 
 
 def int4_scales(scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return words [groups, rows] of scales [rows, groups] in 16 bits and zero points below 16."""
+    """Return words [tiles, groups, 16] of scales [rows, groups] in 16 bits and zero points below 16."""
     bits = scale.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
     number = NO_ZERO if zero is None else zero.to(torch.int64)
     return by_lane(_as_int32(bits | (_MINUS_128 | number) << 16))
@@ -149,12 +151,13 @@ def int4_scales(scale: Tensor, zero: Tensor | None) -> Tensor:
 def read_int4_scales(scales: Tensor, *, is_half: bool) -> tuple[Tensor, Tensor]:
     """Return scales and zero points [rows, groups]; the inverse of `int4_scales`."""
     dtype = torch.float16 if is_half else torch.bfloat16
-    halves = by_row(scales).view(torch.int16).view(*scales.T.shape, 2)
+    words = by_row(scales)
+    halves = words.view(torch.int16).view(*words.shape, 2)
     return halves[..., 0].contiguous().view(dtype), (halves[..., 1] & 0x7F).to(torch.uint8)
 
 
 def fp4_scales(scale: Tensor) -> Tensor:
-    """Return words [columns / 64, rows] of scales [rows, groups] in float8: a word for each chunk."""
+    """Return words [tiles, columns / 64, 16] of scales [rows, groups] in float8: a word for each chunk."""
     if scale.dtype != torch.float8_e4m3fn:
         scale = scale.float().to(torch.bfloat16)  # exact: powers of two
     return by_lane(scale.contiguous().view(torch.int32))

@@ -52,7 +52,7 @@ class Words(Packed):
             scale, zero = read_int4_scales(one.scales, is_half=one.is_half)
             buffers = {"codes": codes, "scale": scale, "zero": zero, "group_index": None}
             return IntGroups(self.shape, buffers, bits=4, group_size=one.group)
-        second = None if one.second is None else by_row(one.second[None])
+        second = None if one.second is None else by_row(one.second.view(-1, 1, 16))
         return Fp4Groups(
             codes,
             read_fp4_scales(one.scales, one.code),
@@ -183,7 +183,9 @@ def _pack_fp4(parts: list[Fp4Groups]) -> Words | str:
     divisors = [part.divisor is not None for part in parts]
     if len(set(divisors)) > 1:
         return "parts with multipliers and divisors"
-    second = by_lane(torch.cat([_second_of_rows(part) for part in parts])[:, None])[0] if is_nvfp4 else None
+    second = (
+        by_lane(torch.cat([_second_of_rows(part) for part in parts])[:, None]).flatten() if is_nvfp4 else None
+    )
     return Words(
         PackedWords(
             "nvfp4" if is_nvfp4 else "mxfp4",

@@ -250,10 +250,10 @@ def assembled(words, across):
     text, _ = packed_asm.widening(one.code, num_scales, is_half=one.is_half)
     each = one.words.view(tiles, chunks, 32, 2, 2).to(torch.int64) & ptx.ALL  # half, odd
     groups = torch.arange(chunks) * 64 // one.group if one.code == "int4" else torch.arange(chunks)
-    numbers = [one.scales[groups + i] for i in range(num_scales)]
-    numbers += [] if one.pieces is None else [one.pieces.expand(chunks, -1)]
+    found = [one.scales[:, groups + i] for i in range(num_scales)]
+    found += [] if one.pieces is None else [one.pieces.view(tiles, 1, 16).expand(-1, chunks, -1)]
     lanes = torch.arange(32) // 4
-    spread = [number.view(chunks, tiles, 8, 2)[:, :, lanes].transpose(0, 1) for number in numbers]
+    spread = [number.reshape(tiles, chunks, 8, 2)[:, :, lanes] for number in found]
     given = [(number.to(torch.int64) & ptx.ALL)[..., None].expand(each.shape) for number in spread]
     axis = -2 if across else -1
     pairs = [side for number in (each, *given) for side in number.unbind(axis)]

@@ -63,7 +63,8 @@ def _scale(
     i, half = tl.arange(0, COUNT * TILES * 32)[:, None], tl.arange(0, 2)[None, :]
     first = chunk + i // (TILES * 32) * (CHUNKS // COUNT)
     row = (first_tile + i // 32 % TILES) * 16
-    places = scales + (first // SPAN * PARTS + part) * num_rows + row + i % 32 // 4 * 2 + half
+    group = row // 16 * (num_chunks // SPAN * PARTS) + first // SPAN * PARTS + part
+    places = scales + group * 16 + i % 32 // 4 * 2 + half
     if IS_EVEN:
         found = tl.load(places)
     else:
@@ -132,7 +133,7 @@ def _values(
     # A lane's words are a row of two dimensions: for more, versions of Triton distribute them differently.
     i, word = tl.arange(0, CHUNKS * TILES * 32)[:, None], tl.arange(0, 4)[None, :]
     step, tile = chunk + i // (TILES * 32), first_tile + i // 32 % TILES
-    places = words + (tile.to(tl.int64) * num_chunks + step) * 128 + i % 32 * 4 + word
+    places = words + (tile * num_chunks + step) * 128 + i % 32 * 4 + word
     if IS_EVEN:
         found = tl.load(places)
     else:
