@@ -73,7 +73,8 @@ PackedMultiply: TypeAlias = Callable[
 
 def most_tokens(code: Code, device: torch.device) -> int:
     """Return the most tokens that the kernel multiplies by weights of this code; 0 if it was not measured."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    has_card = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if has_card else (0, 0)
     return MEASURED.get((capability, code), 0)
 
 

@@ -100,16 +100,30 @@ class Words(Packed):
 
 def for_kernel(weight: Packed, dtype: torch.dtype, device: torch.device) -> Packed:
     """Return a weight on `device` in words, if the kernel reads it and was measured; else as it is."""
-    parts = weight.members() if isinstance(weight, Stacked) else [weight]
-    if dtype not in (torch.bfloat16, torch.float16) or not any(most_tokens(code, device) for code in CODES):
-        return weight
-    if not all(isinstance(part, IntGroups | Fp4Groups) for part in parts):
-        return weight
-    words = pack_for_kernel(weight)
-    if isinstance(words, str) or not most_tokens(words.weight.code, device):
+    words = _measured_words(weight, dtype, device)
+    if not isinstance(words, Words):
         return weight
     tries = (words, Words(words.weight._replace(pieces=None)))  # the second in float32
     return next((one for one in tries if device.type != "cuda" or _is_exact(one, dtype)), weight)
+
+
+def why_no_words(weight: Packed, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a weight is in no words, although the kernel was measured on `device`; else nothing."""
+    words = _measured_words(weight, dtype, device)
+    return "" if isinstance(words, Words) else words
+
+
+def _measured_words(weight: Packed, dtype: torch.dtype, device: torch.device) -> Words | str:
+    parts = weight.members() if isinstance(weight, Stacked) else [weight]
+    if dtype not in (torch.bfloat16, torch.float16) or not all(
+        isinstance(part, IntGroups | Fp4Groups) for part in parts
+    ):
+        return ""
+    if not any(most_tokens(code, device) for code in CODES):
+        return ""
+    words = pack_for_kernel(weight)
+    is_measured = isinstance(words, str) or most_tokens(words.weight.code, device) > 0
+    return words if is_measured else ""
 
 
 def _is_exact(words: Words, dtype: torch.dtype) -> bool:

@@ -145,7 +145,9 @@ def compress_in_half(weight):
     return tensors, scheme.pack(tensors, tuple(weight.shape)).dequantise(torch.float32)
 
 
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize(
+    "name", slow_but(list(IN_WORDS), "nvfp4-modelopt", "mxfp4-compressed", "awq-biases", "int4-compressed")
+)
 def test_files_of_four_bits_become_words_that_are_the_dense_weights(tmp_path, name, monkeypatch):
     form, code = IN_WORDS[name]
     pair = Pair(tmp_path, replace(form, overrides={**TILES, "attention_bias": name == "awq-biases"}))

@@ -207,7 +207,7 @@ def calls(monkeypatch):
         return linear(x, *arguments, gate=gate, **options)
 
     monkeypatch.setattr(packed, "linear", count)
-    monkeypatch.setattr(contract, "most_tokens", lambda code, device: 3)
+    monkeypatch.setattr(packed, "choose", lambda *_: CONFIG)
     monkeypatch.setattr("blockdraft.kernels.pick.products.most_tokens", lambda code, device: 3)
     return found
 
