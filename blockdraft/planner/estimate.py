@@ -41,8 +41,8 @@ EMPTY_PAIRS = 16  # pairs (token, expert) that each touched expert's last tile i
 # with random weights: the bytes that `benchmarks.gpu_step` counts.
 INDEPENDENT_SHARE = 0.8
 # bf16 operations in the time of updating one value of a recurrent state, by one token. Measured in
-# Qwen3.5-35B-A3B's shape: 128 tokens x 524,288 values take 46 us a layer.
-SCAN_FLOPS = 650
+# Qwen3.5-35B-A3B's shape: 128 tokens x 524,288 values take 37 us a layer.
+SCAN_FLOPS = 520
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
 # A kernel's minimum time, times the root of the step's tokens. It counts if reading and computing take less.
 SPREAD_S = 0.14e-6
@@ -242,13 +242,16 @@ def _head_run(fit: Fit, pair: Pair, card: Card, *, rows: int) -> tuple[Products,
 
 
 def _states_s(shape: Shape, card: Card, *, rows: int, tokens: int) -> float:
-    """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape."""
+    """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape.
+
+    At width 1 the scan updates the states itself. A fold reads and writes them.
+    """
     specs = [spec for spec in shape.specs if isinstance(spec, Recurrent)]
     states = rows * state_bytes(shape)
     tape_bytes = sum(spec.bytes_per_row(2, tokens) for spec in specs) - state_bytes(shape)
     updates = tokens * sum(spec.num_heads * spec.key_dim * spec.value_dim for spec in specs)
     scan_s = math.hypot((states + tape_bytes) / _stream(card), updates * SCAN_FLOPS / card.bf16_flops)
-    return scan_s + 2 * states / _stream(card)  # the fold reads and writes the states
+    return scan_s + (1 if tokens == rows else 2) * states / _stream(card)
 
 
 def experts_touched(shape: Shape, tokens: float) -> float:
