@@ -176,7 +176,7 @@ class Served:
         deltas = self.engine.step()
         self._deliver(deltas)
         if deltas:
-            self._outlet.send([(self._streams[key], delta) for key, delta in self._inbox.recv()[1]])
+            self._outlet.send([(self._streams[key], Delta(*values)) for key, values in self._inbox.recv()[1]])
         began_s = time.thread_time()
         for _ in range(NUM_TURNS):
             await asyncio.sleep(0)

@@ -28,9 +28,9 @@ from threading import Event, Lock, Thread
 from typing import Any, NoReturn
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import ANYONE, SamplingParams, Turn, new_request_id
+from blockdraft.engine.request import ANYONE, Delta, SamplingParams, Turn, new_request_id
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
+from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress
 from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
@@ -321,11 +321,12 @@ class RemoteEngine:
         with self._lock:
             self._num_live_bytes -= self._live.pop(request_id).num_bytes
 
-    def _take_deltas(self, items: list[tuple[str, Item]]) -> None:
+    def _take_deltas(self, items: list[tuple[str, tuple[Any, ...] | Exception]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
-        for request_id, item in items:
+        for request_id, values in items:
             live = self._live.get(request_id)
             if live is not None:
+                item = values if isinstance(values, Exception) else Delta(*values)
                 mail[live.stream.outlet].append((live.stream, item))
                 if ends_request(item):
                     self._forget(request_id)
