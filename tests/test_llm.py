@@ -10,7 +10,7 @@ import torch
 
 from blockdraft import LLM, RequestError, SamplingParams, SettingsError
 from blockdraft.cache.view import CacheView
-from blockdraft.engine.engine import mix
+from blockdraft.engine.seeds import mix
 from blockdraft.kernels.cpu import why_no_llvm
 from tests import tiny
 

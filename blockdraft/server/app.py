@@ -1,4 +1,4 @@
-"""The HTTP server of one engine: the routes of all APIs, and routes for the server's state."""
+"""The HTTP server of one model: the routes of all APIs, and routes for the server's state."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.receipts import ReceiptBook
 from blockdraft.server.api.responses.routes import routes as response_routes
 from blockdraft.server.api.schemas import Version
-from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.replicas import Replicas
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.replies import health_of, live_response, start_response, status_response
 from blockdraft.server.http.routing import HANDLERS, FastRoutes
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_feed import LoopFeed, live_events
 from blockdraft.server.page.live_page import routes as page_routes
-from blockdraft.server.page.metrics import render
+from blockdraft.server.page.metrics import Served, render
 
 
 def make_app(
-    engine: RemoteEngine,
+    engine: Replicas,
     *,
     name: str,
     options: ServerOptions,
@@ -46,7 +46,7 @@ def make_app(
 
 
 def make_api(
-    engine: RemoteEngine, *, name: str, tool_format: str = "auto", receipts: ReceiptBook | None = None
+    engine: Replicas, *, name: str, tool_format: str = "auto", receipts: ReceiptBook | None = None
 ) -> Starlette:
     """Return all routes. They also answer during the start, and must be wrapped in AuthLimits."""
     host, state = ApiHost(engine, name, tool_format, receipts), _State(engine, name)
@@ -65,7 +65,7 @@ def make_api(
 class _State:
     """The routes for the server's state."""
 
-    def __init__(self, engine: RemoteEngine, name: str) -> None:
+    def __init__(self, engine: Replicas, name: str) -> None:
         self.engine = engine
         self.name = name
 
@@ -97,6 +97,7 @@ class _State:
         if self.engine.engine_info is not None:
             start["sampling"] = dict(self.engine.engine_info.sampling)
             start["fingerprint"] = asdict(self.engine.engine_info.fingerprint)
+        start["replicas"] = self.engine.status()
         if snapshot is not None:  # before the first answer, what the start found
             start["speculation"] = snapshot.speculation or self.engine.startup.speculation
         return start_response(start)
@@ -106,9 +107,12 @@ class _State:
         return JSONResponse(version)
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.engine
-        snapshot = await engine.snapshot() or Stats().snapshot(Load())
-        body, content_type = render(snapshot, engine.engine_info, self.name, engine.startup.snapshot())
+        engine, unknown = self.engine, Stats().snapshot(Load())
+        snapshots = [one or unknown for one in await engine.snapshots()]
+        replicas = Served(engine.status(), engine.num_repeated)
+        body, content_type = render(
+            snapshots, engine.engine_info, self.name, engine.startup.snapshot(), replicas
+        )
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:

@@ -28,7 +28,7 @@ class Info:
 
 def scrape(snapshot, **kwargs):
     """{(sample name, labels without model and engine): value}, and the families by name."""
-    text, kind = render(snapshot, kwargs.pop("info", Info()), NAME, **kwargs)
+    text, kind = render([snapshot], kwargs.pop("info", Info()), NAME, **kwargs)
     assert kind.startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     samples = {}
@@ -202,5 +202,5 @@ def test_before_the_engine_is_there_everything_is_zero():
 
 def test_nothing_is_registered_globally(served):
     before = list(REGISTRY._collector_to_names)
-    render(served[0].snapshot(), Info(), NAME)
+    render([served[0].snapshot()], Info(), NAME)
     assert list(REGISTRY._collector_to_names) == before

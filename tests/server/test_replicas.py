@@ -1,0 +1,477 @@
+"""Several engines behind one door: who gets a request, and what happens when one of them dies."""
+
+import asyncio
+import contextlib
+import re
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from blockdraft.engine.describe import engine_info
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import Fingerprint
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.streams import EngineStopped
+from blockdraft.errors import ModelError
+from blockdraft.grammar.structured_output import StructuredOutputs
+from blockdraft.server.app import make_app
+from blockdraft.server.engine_link import replicas as replicas_module
+from blockdraft.server.engine_link.prompt_pages import SeenPages, page_hashes
+from blockdraft.server.engine_link.replica import difference
+from blockdraft.server.options import ServerOptions
+from tests.grammar import json_tokens
+from tests.server.asking import ask
+from tests.server.pair import models, plan
+from tests.server.remote import remote_engine, remote_engines
+
+FINGERPRINT = Fingerprint.of({"device": "a"})
+PAGE = 16
+
+
+def made(step_s=0.0, fingerprint=FINGERPRINT, models=models, **changes):
+    """What makes an engine; a step takes `step_s` longer."""
+
+    def make(startup):
+        engine = Engine(models(), replace(plan(), **changes))
+        engine.fingerprint = fingerprint
+        step = engine.step
+
+        def slow():
+            time.sleep(step_s)
+            return step()
+
+        engine.step = slow
+        return engine
+
+    return make
+
+
+@dataclass
+class Answer:
+    """All of one choice, however it was cut into deltas."""
+
+    text: str = ""
+    token_ids: tuple = ()
+    logprobs: tuple = ()
+    prompt_logprobs: tuple = ()
+    ends: list = field(default_factory=list)
+    seeds: list = field(default_factory=list)
+
+
+async def collect(remote, prompt, sampling, on_delta=lambda: None):
+    answers = [Answer() for _ in range(sampling.n)]
+    with contextlib.closing(await remote.submit(prompt, sampling)) as stream:
+        async for delta in stream:
+            one = answers[delta.index]
+            one.text += delta.text
+            one.token_ids += delta.token_ids
+            one.logprobs += delta.logprobs
+            one.prompt_logprobs += delta.prompt_logprobs or ()
+            if delta.finish_reason is not None:
+                one.ends.append((delta.finish_reason, delta.stop_reason))
+                one.seeds.append(delta.metrics.seed)
+                assert delta.metrics.num_tokens == len(one.token_ids)
+                assert 0 <= delta.metrics.queue_s <= delta.metrics.first_token_s <= delta.metrics.seconds
+            on_delta()
+    return answers
+
+
+def requests():
+    """Every kind of request whose answer can be cut in the middle; most have no seed of their own."""
+    long = {"max_tokens": 60, "ignore_eos": True}
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "n": 3},
+        {"temperature": 1.0, "n": 2, "logprobs": 2, "seed": 7},
+        {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+        {"temperature": 0.8, "presence_penalty": 1.0, "width": 1},
+        {"temperature": 1.0, "stop": [" t7 t8", "t99"]},
+        {"temperature": 0.9, "top_k": 5, "include_stop_str_in_output": True, "stop": "t9 t1"},
+    ]
+    return [
+        ([1 + (number + i) % 50 for i in range(3 + 9 * number)], SamplingParams(**long, **kind))
+        for number, kind in enumerate(kinds)
+    ]
+
+
+async def answer_all(remote, asked, kill=None, after=20):
+    """All answers; `kill` is called once, when so many deltas have come."""
+    num_deltas = 0
+
+    def count():
+        nonlocal num_deltas
+        num_deltas += 1
+        if num_deltas == after and kill is not None:
+            kill()
+
+    return await asyncio.gather(*(collect(remote, prompt, one, count) for prompt, one in asked))
+
+
+def undisturbed(asked, models=models):
+    with remote_engine(made(models=models)) as alone:
+        return asyncio.run(answer_all(alone, asked))
+
+
+def wait_until(condition, patience_s=30):
+    end_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end_s, "it does not happen"
+        time.sleep(0.005)
+
+
+def states(remote):
+    return [one["state"] for one in remote.status()]
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("after", [1, 20, 90])
+def test_answers_of_a_replica_that_dies_go_on_as_if_nothing_had_happened(after):
+    asked = requests()
+    expected = undisturbed(asked)
+    with remote_engines(made(0.003), made(0.003)) as remote:
+        dying = remote.engines[0]
+        found = asyncio.run(answer_all(remote, asked, dying.kill, after))
+        assert remote.num_repeated > 0
+        assert [one for pair in found for one in pair] == [one for pair in expected for one in pair]
+        assert remote.num_live == 0
+        wait_until(lambda: states(remote) == ["ready", "ready"])
+        assert [one["restarts"] for one in remote.status()] == [1, 0]
+        assert "killed" in remote.status()[0]["error"]
+        # The new one serves, too, and so does the door, whose state was never in doubt.
+        again = asyncio.run(answer_all(remote, asked))
+        assert [len(one.token_ids) for one in again[0]] == [60]
+        assert remote.engines[0] is not dying
+        assert remote.error is None
+
+
+def test_answers_survive_the_death_of_every_replica_in_turn_and_of_all_at_once():
+    asked = requests() * 2
+    expected = undisturbed(asked)
+
+    async def kill_often(remote, done):
+        num_killed = 0
+        while not done.is_set() and num_killed < 5:
+            await asyncio.sleep(0.1)
+            ready = [engine for engine in remote.engines if engine.is_ready and engine.num_live]
+            for engine in ready if num_killed == 2 else ready[:1]:
+                engine.kill()
+                num_killed += 1
+        return num_killed
+
+    async def run(remote):
+        done = asyncio.Event()
+        killing = asyncio.ensure_future(kill_often(remote, done))
+        found = await answer_all(remote, asked)
+        done.set()
+        return found, await killing
+
+    with remote_engines(made(0.01), made(0.01), made(0.01)) as remote:
+        found, num_killed = asyncio.run(run(remote))
+        assert num_killed >= 4
+        assert found == expected
+        assert remote.num_live == 0
+
+
+def test_a_structured_output_goes_on_inside_its_form():
+    def with_json():
+        return replace(models(), tokenizer=json_tokens.tokenizer())
+
+    form = StructuredOutputs(regex="(true|false|null)( (true|false|null)){12}")
+    asked = [
+        ([1, 2, 3], SamplingParams(temperature=1.0, structured_outputs=form, seed=seed)) for seed in range(3)
+    ]
+    expected = undisturbed(asked, with_json)
+    with remote_engines(made(0.003, models=with_json), made(0.003, models=with_json)) as remote:
+        found = asyncio.run(answer_all(remote, asked, remote.engines[0].kill, after=12))
+        assert remote.num_repeated > 0
+        assert found == expected
+
+
+def test_without_equal_bits_an_answer_that_has_begun_ends_with_an_error_and_others_are_repeated():
+    unequal = Fingerprint(reason="answers may depend on who else is served: a test")
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+    async def begin_and_kill(remote):
+        stream = await remote.submit([1, 2, 3], long)
+        await anext(stream)
+        remote.engines[0].kill()
+        with pytest.raises(EngineStopped, match="lost while it answered"):
+            async for _ in stream:
+                pass
+
+    with remote_engines(made(0.01, unequal), made(0.01, unequal)) as remote:
+        asyncio.run(begin_and_kill(remote))
+
+
+def test_a_request_that_kills_every_engine_is_given_up(monkeypatch):
+    monkeypatch.setattr(replicas_module, "MAX_REPEATS", 2)
+
+    def make(startup):
+        engine = made()(startup)
+        add = engine.add
+
+        def deadly(prompt_ids, *rest):
+            if prompt_ids[0] == 13:
+                raise SystemExit  # ends the engine's thread, as a crash would
+            return add(prompt_ids, *rest)
+
+        engine.add = deadly
+        return engine
+
+    async def run(remote):
+        asked = asyncio.ensure_future(collect(remote, [13], SamplingParams(max_tokens=2)))
+        while not asked.done():
+            for engine in remote.engines:
+                if engine.num_live:
+                    engine.kill()
+            await asyncio.sleep(0.005)
+        with pytest.raises(EngineStopped, match="lost while it answered"):
+            await asked
+        return await collect(remote, [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+
+    with remote_engines(make, make) as remote:
+        assert len(asyncio.run(run(remote))[0].token_ids) == 2
+
+
+def test_an_engine_that_fails_or_hangs_is_replaced():
+    asked = requests()[:4]
+    expected = undisturbed(asked)
+    hung = []
+
+    def failing(number):
+        def make(startup):
+            engine = made(0.003)(startup)
+            if not hung:
+                hung.append(number)
+                engine.step = (lambda: 1 / 0) if number else (lambda: time.sleep(3) or [])
+            return engine
+
+        return make
+
+    for number in (0, 1):
+        hung.clear()
+        with remote_engines(failing(number), made(0.003), step_timeout_s=0.3) as remote:
+            assert asyncio.run(answer_all(remote, asked)) == expected
+            assert remote.num_repeated > 0
+            assert remote.error is None
+            assert not remote.is_hanging
+
+
+def test_a_closed_stream_is_forgotten_wherever_its_request_is():
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def run(remote):
+        streams = [await remote.submit([1, 2, 3], long) for _ in range(6)]
+        await anext(streams[0])
+        for engine in remote.engines:
+            engine.kill()
+        await asyncio.sleep(0.01)
+        for stream in streams:
+            stream.close()
+        while remote.num_live:
+            await asyncio.sleep(0.01)
+        while any(one is not None and one.num_running for one in await remote.snapshots()):
+            await asyncio.sleep(0.01)
+
+    with remote_engines(made(0.005), made(0.005)) as remote:
+        asyncio.run(asyncio.wait_for(run(remote), 30))
+
+
+def test_a_full_queue_does_not_refuse_answers_that_have_begun():
+    """The survivor has no room for them for a while."""
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    asked = [([1 + i, 2, 3], long) for i in range(12)]
+    small = {"max_num_seqs": 2, "max_queue": 6}
+    expected = undisturbed(asked[:6]) + undisturbed(asked[6:])
+    with remote_engines(made(0.003, **small), made(0.003, **small)) as remote:
+        found = asyncio.run(answer_all(remote, asked, remote.engines[0].kill, 10))
+        assert found == expected
+
+
+# ---- who gets a request
+
+
+def test_a_prompt_goes_to_the_replica_that_has_its_beginning():
+    """By the engines' own counters of tokens found in their caches."""
+    beginnings = [[1 + (7 * number + i) % 50 for i in range(6 * PAGE)] for number in range(4)]
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+
+    async def one_by_one(remote):
+        for turn in range(5):
+            for number, beginning in enumerate(beginnings):
+                await collect(remote, [*beginning, 3 + turn, number + 5], once)
+        return await remote.snapshots()
+
+    with remote_engines(made(), made()) as remote:
+        snapshots = asyncio.run(one_by_one(remote))
+    assert sum(one.num_cached_tokens for one in snapshots) == 4 * 4 * 6 * PAGE  # every turn but the first
+    assert [one.prompt_tokens for one in snapshots] == [2 * 5 * (6 * PAGE + 2)] * 2  # two beginnings each
+
+
+def test_a_shared_beginning_does_not_keep_all_requests_on_one_replica():
+    beginning = [1 + i % 50 for i in range(6 * PAGE)]
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+    async def run(remote):
+        await collect(remote, [*beginning, 1], SamplingParams(max_tokens=1))
+        await asyncio.gather(*(collect(remote, [*beginning, 2 + i], long) for i in range(8)))
+        return await remote.snapshots()
+
+    with remote_engines(made(0.005), made(0.005)) as remote:
+        first, second = asyncio.run(run(remote))
+    assert first.finished["length"] == 5
+    assert second.finished["length"] == 4
+
+
+def test_pages_are_compared_from_the_beginning_and_with_the_salt():
+    prompt = list(range(1, 50))
+    hashes = page_hashes(prompt, PAGE)
+    assert len(hashes) == 3
+    assert len(page_hashes(prompt[:48], PAGE)) == 2  # its last token is always computed
+    seen = SeenPages(max_pages=4)
+    seen.add(hashes)
+    assert seen.match(page_hashes([*prompt[:40], 7, 7, 7, 7, 7, 7, 7, 7, 7, 7], PAGE)) == 2
+    assert seen.match(page_hashes([9, *prompt[1:]], PAGE)) == 0
+    assert seen.match(page_hashes(prompt, PAGE, "salt")) == 0
+    seen.add(page_hashes([3] * 40, PAGE))
+    assert len(seen) == 4
+    assert seen.match(hashes) == 2  # the end of the oldest prompt is forgotten first
+
+
+def test_a_replica_that_starts_anew_has_seen_nothing():
+    prompt = [1 + i % 50 for i in range(100)]
+
+    async def run(remote):
+        await collect(remote, prompt, SamplingParams(max_tokens=1))
+        remote.engines[0].kill()
+        await asyncio.to_thread(
+            wait_until, lambda: states(remote) == ["ready"] * 2 and remote.status()[0]["restarts"]
+        )
+        await collect(remote, prompt, SamplingParams(max_tokens=1))
+        return await remote.snapshots()
+
+    with remote_engines(made(), made()) as remote:
+        first, second = asyncio.run(run(remote))
+        assert first.num_cached_tokens == second.num_cached_tokens == 0
+        assert second.prompt_tokens == 100  # the first had as little to do, and more requests before
+
+
+# ---- readiness, metrics, refusals
+
+
+def ready(remote):
+    response = ask(make_app(remote, name="m", options=ServerOptions()), "GET", "/ready")
+    return response.status_code, response.json()
+
+
+def test_readiness_is_told_for_each_replica_and_the_server_is_ready_while_one_is():
+    may_start = []
+
+    def late(startup):
+        with startup.phase("load"):
+            wait_until(lambda: may_start)
+        return made()(startup)
+
+    with remote_engines(made(), late, waits=False) as remote:
+        wait_until(lambda: "ready" in states(remote))
+        code, body = ready(remote)
+        assert (code, body["state"]) == (200, "ready")
+        assert [one["state"] for one in body["replicas"]] == ["ready", "starting"]
+        may_start.append(True)
+        wait_until(lambda: states(remote) == ["ready", "ready"])
+        may_start.clear()
+        remote.engines[1].kill()
+        wait_until(lambda: remote.status()[1]["restarts"] == 1)
+        code, body = ready(remote)
+        assert (code, body["replicas"][1]["state"]) == (200, "starting")
+        assert "killed" in body["replicas"][1]["error"]
+        may_start.append(True)
+        wait_until(lambda: states(remote) == ["ready", "ready"])
+
+
+def test_metrics_have_a_label_for_each_replica():
+    async def run(remote):
+        for _ in range(3):
+            await collect(remote, [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+
+    with remote_engines(made(), made()) as remote:
+        asyncio.run(run(remote))
+        text = ask(make_app(remote, name="m", options=ServerOptions()), "GET", "/metrics").text
+        together = asyncio.run(remote.snapshot())
+    tokens = dict(
+        re.findall(r'^vllm:generation_tokens_total\{engine="(\d)",model_name="m"\} (.*)$', text, re.M)
+    )
+    assert tokens == {"0": "8.0", "1": "4.0"}
+    assert together.generation_tokens == 12
+    assert together.histograms["request_generation_tokens"].count == 3
+    assert sum(point.tokens for point in together.recent) <= 12
+    for line in (
+        'blockdraft:replica_ready{device="cpu",engine="1",model_name="m"} 1.0',
+        'blockdraft:replica_restarts_total{device="cpu",engine="0",model_name="m"} 0.0',
+        'blockdraft:repeated_requests_total{model_name="m"} 0.0',
+    ):
+        assert line in text
+    assert text.count("# TYPE vllm:generation_tokens_total ") == 1
+
+
+@pytest.mark.parametrize(
+    ("odd", "error"),
+    [
+        ({"fingerprint": Fingerprint.of({"device": "b"})}, "device: b instead of a"),
+        ({"max_model_len": 128}, "room for 128 tokens of prompt and answer, the others for 512: set --max-m"),
+    ],
+)
+def test_a_replica_that_would_answer_differently_is_refused_and_the_others_serve(odd, error):
+    may_start = []
+
+    def second(startup):
+        wait_until(lambda: may_start)
+        return made(**odd)(startup)
+
+    with remote_engines(made(), second, waits=False) as remote:
+        wait_until(lambda: "ready" in states(remote))
+        may_start.append(True)
+        wait_until(lambda: states(remote) == ["ready", "refused"])
+        code, body = ready(remote)
+        assert code == 200
+        assert any("replica 1 on cpu is not used: " in warning for warning in body["warnings"])
+        assert error in body["replicas"][1]["error"]
+        for _ in range(2):
+            answer = asyncio.run(collect(remote, [1], SamplingParams(max_tokens=2, ignore_eos=True)))
+            assert len(answer[0].token_ids) == 2
+        assert remote.error is None
+
+
+def test_starts_that_all_fail_end_the_server_with_the_reason():
+    def fail(startup):
+        raise ModelError("no such weights.")
+
+    with remote_engines(fail, fail) as remote:
+        wait_until(lambda: remote.error is not None)
+        assert remote.error == "no such weights."
+        assert remote.startup.state == "failed"
+        with pytest.raises(EngineStopped):
+            asyncio.run(collect(remote, [1], SamplingParams()))
+
+
+def test_a_start_that_fails_once_is_tried_again(monkeypatch):
+    failed = []
+
+    def fail_once(startup):
+        if not failed:
+            failed.append(True)
+            raise ModelError("the card is full.")
+        return made()(startup)
+
+    with remote_engines(made(), fail_once, waits=False) as remote:
+        wait_until(lambda: states(remote) == ["ready", "ready"])
+        assert (remote.status()[1]["restarts"], remote.status()[1]["error"]) == (1, "the card is full.")
+
+
+def test_replicas_may_differ_in_what_changes_no_answer():
+    info = engine_info(made()(None))
+    assert difference(info, replace(info, num_pages=3, width=2, device="cuda:1")) is None
