@@ -33,7 +33,7 @@ def made(step_s=0.0, fingerprint=FINGERPRINT, models=models, **changes):
     """What makes an engine; a step takes `step_s` longer."""
 
     def make(startup):
-        engine = Engine(models(), replace(plan(), **changes))
+        engine = Engine(models(), replace(plan(), **{"max_queue": 64, **changes}))
         engine.fingerprint = fingerprint
         step = engine.step
 
@@ -209,31 +209,20 @@ def test_without_equal_bits_an_answer_that_has_begun_ends_with_an_error_and_othe
 
 def test_a_request_that_kills_every_engine_is_given_up(monkeypatch):
     monkeypatch.setattr(replicas_module, "MAX_REPEATS", 2)
-
-    def make(startup):
-        engine = made()(startup)
-        add = engine.add
-
-        def deadly(prompt_ids, *rest):
-            if prompt_ids[0] == 13:
-                raise SystemExit  # ends the engine's thread, as a crash would
-            return add(prompt_ids, *rest)
-
-        engine.add = deadly
-        return engine
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
 
     async def run(remote):
-        asked = asyncio.ensure_future(collect(remote, [13], SamplingParams(max_tokens=2)))
-        while not asked.done():
+        deadly = asyncio.ensure_future(collect(remote, [13], long))
+        while not deadly.done():
             for engine in remote.engines:
                 if engine.num_live:
                     engine.kill()
             await asyncio.sleep(0.005)
         with pytest.raises(EngineStopped, match="lost while it answered"):
-            await asked
+            await deadly
         return await collect(remote, [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
 
-    with remote_engines(make, make) as remote:
+    with remote_engines(made(0.01), made(0.01)) as remote:
         assert len(asyncio.run(run(remote))[0].token_ids) == 2
 
 
@@ -286,7 +275,7 @@ def test_a_full_queue_does_not_refuse_answers_that_have_begun():
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     asked = [([1 + i, 2, 3], long) for i in range(12)]
     small = {"max_num_seqs": 2, "max_queue": 6}
-    expected = undisturbed(asked[:6]) + undisturbed(asked[6:])
+    expected = undisturbed(asked)
     with remote_engines(made(0.003, **small), made(0.003, **small)) as remote:
         found = asyncio.run(answer_all(remote, asked, remote.engines[0].kill, 10))
         assert found == expected

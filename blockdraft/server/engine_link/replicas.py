@@ -284,9 +284,7 @@ class Replicas:
         if live.stream.is_over:
             return
         if live.num_repeats >= MAX_REPEATS or (live.has_begun and not is_exact):
-            _end(
-                live, EngineStopped(f"the engine was lost during the answer ({why.rstrip('.')}): ask again.")
-            )
+            _end(live, EngineStopped(f"the engine was lost while it answered: {why}"))
             return
         live.begin_repeat()
         self.num_repeated += 1
