@@ -114,12 +114,14 @@ class Engine:
         sampling: SamplingParams,
         request_id: str | None = None,
         guide: Guide | None = None,
+        seed: int | None = None,
     ) -> str:
         """Queue a prompt and return the request's id.
 
         Raise RequestError if the request can never run, CapacityError if the queue is full.
 
-        `guide`: the result of `guide_of(sampling)`, if another thread has computed it.
+        `guide`: the result of `guide_of(sampling)`, if another thread has computed it. `seed`: the one to use
+        if `sampling` has none; if it is None, too, one is drawn from the engine's seed.
         """
         self._repair()
         number = next(self._ids)
@@ -132,7 +134,8 @@ class Engine:
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
             raise RequestError(f"request id '{request.id}' is in use: choose another.")
-        seed = sampling.seed if sampling.seed is not None else mix(self.plan.seed, number)
+        drawn = mix(self.plan.seed, number) if seed is None else seed
+        seed = drawn if sampling.seed is None else sampling.seed
         guide = guide or self.guide_of(sampling)
         sequences: list[Sequence] = []
         for index in range(sampling.n):

@@ -45,6 +45,7 @@ class _Add:
     sampling: SamplingParams
     receiver: Receiver
     reply: Future[None]
+    seed: int | None
     guide: Guide | None = None
 
 
@@ -93,9 +94,18 @@ class EngineLoop:
         """Return all counters of the engine, or None before it is ready. Any thread may call this."""
         return None if self.engine_info is None else self._engine.snapshot()
 
-    def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
-        """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped."""
-        command = _Add(prompt_ids, sampling, receiver, Future())
+    def add(
+        self,
+        prompt_ids: Items[int],
+        sampling: SamplingParams,
+        receiver: Receiver,
+        seed: int | None = None,
+    ) -> Future[None]:
+        """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped.
+
+        `seed`: the one to use if `sampling` has none.
+        """
+        command = _Add(prompt_ids, sampling, receiver, Future(), seed)
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
@@ -213,7 +223,8 @@ class EngineLoop:
 
     def _admit(self, command: _Add) -> None:
         self._recheck.pause()
-        self._engine.add(command.prompt_ids, command.sampling, command.receiver.request_id, command.guide)
+        request_id = command.receiver.request_id
+        self._engine.add(command.prompt_ids, command.sampling, request_id, command.guide, command.seed)
 
     def _step(self) -> None:
         self.step_began_s = time.monotonic()

@@ -65,7 +65,12 @@ def run_engine(
 
 
 def _add(
-    loop: EngineLoop, server: _Server, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    loop: EngineLoop,
+    server: _Server,
+    request_id: str,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    seed: int,
 ) -> None:
     def reply(added: Future[None]) -> None:
         if added.cancelled():  # aborted before the engine got it: no delta will follow
@@ -77,7 +82,7 @@ def _add(
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server), seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:

@@ -178,8 +178,6 @@ class Replicas:
         if state != "ready" and not (state == "starting" and self.engine_info is not None):
             raise EngineStopped(f"the engine is {state}.")
         stream = Stream(new_request_id(), self._outlets.here(), self.abort)
-        if sampling.seed is None:  # now, so that a repeat gets the same one
-            sampling = replace(sampling, seed=mix(self._seed, next(self._numbers)))
         live = await self._live(stream, prompt_ids, sampling)
         self._route(live)
         return stream
@@ -226,9 +224,12 @@ class Replicas:
         """Return the request, packed. Long prompts and structured outputs are packed in a thread."""
         info = self.engine_info
         page_size = 0 if self._is_alone or info is None or not info.has_prefix_cache else info.page_size
+        seed = mix(self._seed, next(self._numbers))  # if `sampling` has none: a repeat gets the same one
 
         def work() -> LiveRequest:
-            message = packed(("add", stream.request_id, prompt_ids, sampling))  # Engine.add makes a tuple
+            message = packed(
+                ("add", stream.request_id, prompt_ids, sampling, seed)
+            )  # Engine.add makes a tuple
             pages = page_hashes(prompt_ids, page_size, sampling.cache_salt) if page_size else ()
             return LiveRequest(
                 stream, message, num_choices=sampling.n, num_prompt=len(prompt_ids), pages=pages
