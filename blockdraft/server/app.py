@@ -120,7 +120,11 @@ class _State:
         engine = self.engine
 
         def info() -> dict[str, object] | None:
-            return None if engine.engine_info is None else asdict(engine.engine_info)
+            if engine.engine_info is None:
+                return None
+            states = [one["state"] for one in engine.status()]
+            of_several = {"replicas": f"{states.count('ready')} of {len(states)} ready"}
+            return asdict(engine.engine_info) | (of_several if len(states) > 1 else {})
 
         feed = LoopFeed(engine.snapshot)
         return live_response(
