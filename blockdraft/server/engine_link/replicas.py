@@ -357,7 +357,7 @@ class Replicas:
             if error is not None and one is not None and self._is_open:
                 self._lose(one, engine, error)
                 if self._is_alone or self._has_failed():
-                    self.error = error
+                    self.error = one.error or error
                 self._show()
         if self.error is not None:
             self.startup.fail(self.error)
