@@ -138,6 +138,13 @@ def test_prompts_that_are_not_token_ids_are_refused(llm, prompt):
         llm.generate([prompt], GREEDY)
 
 
+def test_several_engines_are_for_a_server():
+    with pytest.raises(SettingsError, match="only `blockdraft serve` runs several engines"):
+        LLM(replicas=2)
+    with pytest.raises(SettingsError, match="is a list, which only `blockdraft serve` takes"):
+        LLM(device="cpu,cpu")
+
+
 def test_an_unknown_setting_is_an_error_with_a_suggestion():
     with pytest.raises(SettingsError, match="did you mean width"):
         LLM(tiny.TARGET, widht=3)

@@ -176,7 +176,7 @@ def _run_engine(
     settings: Settings,
     secrets: tuple[str, ...],
     share: ReplicaShare,
-    beside: Neighbours,
+    neighbours: Neighbours,
     connection: Connection,
 ) -> None:
     from blockdraft.phases import StartProgress
@@ -188,7 +188,7 @@ def _run_engine(
     if share.num_replicas > 1:
         use_cores(settings.device, share.number, share.num_replicas)
         report = functools.partial(_report_replica, report, share.number)
-    settings = settings_beside(settings, share.num_on_card, beside.num_on_card, beside.max_model_len)
+    settings = settings_beside(settings, share.num_on_card, neighbours.num_on_card, neighbours.max_model_len)
     startup = StartProgress(report)
     wake_card(settings.device)
     pin_cpu_threads(settings.device)
@@ -197,8 +197,14 @@ def _run_engine(
         from blockdraft.start.start_engine import start_engine
 
     make_engine = functools.partial(start_engine, settings)
-    limit_s, recheck = args.step_timeout, settings.recheck
-    run_engine(connection, make_engine, startup, step_timeout_s=limit_s, recheck_share=recheck)
+    run_engine(
+        connection,
+        make_engine,
+        startup,
+        step_timeout_s=args.step_timeout,
+        recheck_share=settings.recheck,
+        has_tokenizer=neighbours.max_model_len is not None,
+    )
 
 
 def _report_replica(report: Callable[[str], None], number: int, line: str) -> None:

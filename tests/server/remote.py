@@ -38,6 +38,9 @@ class ThreadChild:
     def join(self):
         pass
 
+    def close(self):
+        pass
+
 
 @contextlib.contextmanager
 def remote_engines(*make_engines, on_hang=lambda engines: None, step_timeout_s=PATIENCE_S, waits=True):

@@ -246,6 +246,9 @@ class Unread:
     def join(self):
         pass
 
+    def close(self):
+        pass
+
 
 @contextlib.contextmanager
 def unread_engine():

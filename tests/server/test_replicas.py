@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import re
 import time
+import weakref
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -279,6 +281,21 @@ def test_a_full_queue_does_not_refuse_answers_that_have_begun():
     with remote_engines(made(0.003, **small), made(0.003, **small)) as remote:
         found = asyncio.run(answer_all(remote, asked, remote.engines[0].kill, 10))
         assert found == expected
+
+
+def test_a_lost_engine_leaves_nothing_behind_for_the_garbage_collector():
+    """It has the tokenizer and the requests' bytes; a server may lose many in its life."""
+    with remote_engines(made(), made()) as remote:
+        gone, tokenizer = weakref.ref(remote.engines[0]), remote.tokenizer
+        gc.disable()
+        try:
+            remote.engines[0].kill()
+            wait_until(lambda: states(remote) == ["ready", "ready"] and remote.status()[0]["restarts"])
+            wait_until(lambda: gone() is None)
+        finally:
+            gc.enable()
+        assert remote.tokenizer is tokenizer is not None
+        assert [engine.tokenizer for engine in remote.engines] == [None, None]
 
 
 # ---- who gets a request

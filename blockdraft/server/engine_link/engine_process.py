@@ -38,9 +38,13 @@ def start_child(
     return process
 
 
-def forget_child(process: BaseProcess) -> None:
-    """Forget a process that has ended."""
+def end_of(process: BaseProcess) -> int:
+    """Wait for the end of a process, free what it holds here, and return its exit code."""
+    process.join()
     atexit.unregister(process.kill)
+    code = process.exitcode or 0
+    process.close()
+    return code
 
 
 def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:

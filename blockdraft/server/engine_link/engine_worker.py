@@ -34,13 +34,18 @@ def run_engine(
     *,
     step_timeout_s: float,
     recheck_share: float = 0.0,
+    has_tokenizer: bool = False,
 ) -> None:
-    """Serve until the server sends "close" or is gone. `make_engine` sends its tokenizer early."""
+    """Serve until the server sends "close" or is gone.
+
+    `make_engine` sends its tokenizer early, unless the server `has_tokenizer` of another replica.
+    """
     server = _Server(connection)
     startup.on_change = functools.partial(server.tell, "start")
 
     def make(startup: StartProgress) -> Engine:
-        engine = make_engine(startup, functools.partial(server.tell, "tokenizer"))
+        tell = functools.partial(server.tell, "tokenizer")
+        engine = make_engine(startup, (lambda _: None) if has_tokenizer else tell)
         gc.freeze()  # these objects stay: later collections need not scan them
         server.tell("info", engine_info(engine))
         return engine

@@ -8,6 +8,7 @@ are tuples over a private pair of sockets; all deltas of a step are one message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import defaultdict
@@ -24,7 +25,7 @@ from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, ends_request
 from blockdraft.errors import CapacityError
 from blockdraft.phases import StartState
-from blockdraft.server.engine_link.engine_process import forget_child
+from blockdraft.server.engine_link.engine_process import end_of
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ class SilenceWatch:
 
     def close(self) -> None:
         self._stop.set()
+        self._on_silence = lambda: None  # else both would hold each other until the garbage is collected
 
     def _run(self) -> None:
         tick_s, num_heard = min(1.0, self._limit_s / 4), self._num_heard
@@ -110,6 +112,7 @@ class RemoteEngine:
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
         self.tokenizer: Tokenizer | None = None
         self.work = 0  # of the requests that have not ended, in prompt tokens
+        self.pid = child.pid
         self._child = child
         self._connection = connection
         self._owner = owner
@@ -124,10 +127,6 @@ class RemoteEngine:
         self._last_snapshot: Snapshot | None = None
         self._reader = Thread(target=self._read, name="engine mail", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._child.pid
 
     @property
     def num_live(self) -> int:
@@ -207,7 +206,8 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """Kill the process at once."""
-        self._child.kill()
+        with contextlib.suppress(ValueError):  # it has ended
+            self._child.kill()
 
     def _send(self, *message: object) -> None:
         self._outbox.put(packed(message))
@@ -236,8 +236,7 @@ class RemoteEngine:
         except Exception:
             log.exception("a message of the engine's process could not be read")
             self.kill()
-        self._child.join()
-        self._end(self._child.exitcode or 0)
+        self._end(end_of(self._child))
 
     def _take(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -320,7 +319,6 @@ class RemoteEngine:
         self._silence.close()
         self._outbox.close()
         self._connection.close()
-        forget_child(self._child)
         if was_open:
             self.error = self.error or _ended_by_itself(code)
         for answer in asked.values():

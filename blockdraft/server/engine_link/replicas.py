@@ -76,11 +76,11 @@ def start_replicas(
     return Replicas(places, children, startup, on_hang, step_timeout_s=step_timeout_s, seed=seed)
 
 
-def _spawned(place: ReplicaPlace, beside: Neighbours) -> Child:
+def _spawned(place: ReplicaPlace, neighbours: Neighbours) -> Child:
     """Start a replica beside the server's threads."""
     ours, theirs = Pipe()
     try:
-        return ours, start_child(partial(place.work, beside), theirs)
+        return ours, start_child(partial(place.work, neighbours), theirs)
     except OSError:
         ours.close()
         raise
@@ -312,7 +312,7 @@ class Replicas:
             one = self._of(engine)
             if one is None:
                 return
-            self.tokenizer = self.tokenizer or engine.tokenizer
+            self.tokenizer, engine.tokenizer = self.tokenizer or engine.tokenizer, None  # one is enough
             if engine.engine_info is not None and not one.is_refused:
                 self._compare(one, engine.engine_info)
             if one.is_ready:
@@ -431,9 +431,9 @@ class Replicas:
     def _start(self, one: Replica) -> None:
         info = self.engine_info
         num_on_card = sum(other.engine is not None for other in self._on_card(one))
-        beside = Neighbours(None if info is None else info.max_model_len, num_on_card)
+        neighbours = Neighbours(None if info is None else info.max_model_len, num_on_card)
         try:
-            child = self._start_child(one.place, beside)
+            child = self._start_child(one.place, neighbours)
         except OSError as error:
             one.fail()
             log.error("%s could not be started: %s", one.title, error)
