@@ -13,12 +13,15 @@ import pytest
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import Fingerprint
-from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.streams import EngineStopped
+from blockdraft.engine.request import Delta, Metrics, SamplingParams, TokenLogprobs
+from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
 from blockdraft.errors import ModelError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.server.app import make_app
+from blockdraft.server.engine_link import live_request as live_request_module
 from blockdraft.server.engine_link import replicas as replicas_module
+from blockdraft.server.engine_link.live_request import LiveRequest
+from blockdraft.server.engine_link.outbox import packed
 from blockdraft.server.engine_link.prompt_pages import SeenPages, page_hashes
 from blockdraft.server.engine_link.replica import difference
 from blockdraft.server.options import ServerOptions
@@ -61,7 +64,7 @@ class Answer:
     seeds: list = field(default_factory=list)
 
 
-async def collect(remote, prompt, sampling, on_delta=lambda: None):
+async def collect(remote, prompt, sampling, on_delta=lambda: None, on_end=lambda _: None):
     answers = [Answer() for _ in range(sampling.n)]
     with contextlib.closing(await remote.submit(prompt, sampling)) as stream:
         async for delta in stream:
@@ -73,6 +76,7 @@ async def collect(remote, prompt, sampling, on_delta=lambda: None):
             if delta.finish_reason is not None:
                 one.ends.append((delta.finish_reason, delta.stop_reason))
                 one.seeds.append(delta.metrics.seed)
+                on_end(delta.index)
                 assert delta.metrics.num_tokens == len(one.token_ids)
                 assert 0 <= delta.metrics.queue_s <= delta.metrics.first_token_s <= delta.metrics.seconds
             on_delta()
@@ -130,23 +134,23 @@ def states(remote):
 # ---- deaths
 
 
-@pytest.mark.parametrize("after", [1, 20, 90])
-def test_answers_of_a_replica_that_dies_go_on_as_if_nothing_had_happened(after):
+@pytest.mark.parametrize(("after", "victim"), [(1, 0), (20, 1), (90, 0)])
+def test_answers_of_a_replica_that_dies_go_on_as_if_nothing_had_happened(after, victim):
     asked = requests()
     expected = undisturbed(asked)
     with remote_engines(made(0.003), made(0.003)) as remote:
-        dying = remote.engines[0]
+        dying = remote.engines[victim]
         found = asyncio.run(answer_all(remote, asked, dying.kill, after))
         assert remote.num_repeated > 0
         assert [one for pair in found for one in pair] == [one for pair in expected for one in pair]
         assert remote.num_live == 0
         wait_until(lambda: states(remote) == ["ready", "ready"])
-        assert [one["restarts"] for one in remote.status()] == [1, 0]
-        assert "killed" in remote.status()[0]["error"]
+        assert [one["restarts"] for one in remote.status()] == [1 - victim, victim]
+        assert "killed" in remote.status()[victim]["error"]
         # The new one serves, too, and so does the door, whose state was never in doubt.
         again = asyncio.run(answer_all(remote, asked))
         assert [len(one.token_ids) for one in again[0]] == [60]
-        assert remote.engines[0] is not dying
+        assert dying not in remote.engines
         assert remote.error is None
 
 
@@ -176,6 +180,74 @@ def test_answers_survive_the_death_of_every_replica_in_turn_and_of_all_at_once()
         assert num_killed >= 4
         assert found == expected
         assert remote.num_live == 0
+
+
+def test_choices_that_had_ended_before_are_not_sent_again():
+    """The engine computes them once more, and the request is over when the others are."""
+    several = SamplingParams(n=6, temperature=3.0, max_tokens=60, stop=[" t9", " t1", "t20"], ignore_eos=True)
+    asked = [([1, 2, 3], replace(several, seed=seed)) for seed in range(3)]
+    expected = undisturbed(asked)
+    assert len({len(choice.token_ids) for one in expected for choice in one}) > 4
+
+    async def run(remote):
+        all_asked = [asyncio.ensure_future(collect(remote, *one, on_end=ended.append)) for one in asked]
+        while len(ended) < 6:
+            await asyncio.sleep(0.001)
+        for engine in remote.engines:
+            engine.kill()
+        found = await asyncio.wait_for(asyncio.gather(*all_asked), 30)
+        while any(one is None or one.num_running for one in await remote.snapshots()):
+            await asyncio.sleep(0.01)
+        return found
+
+    ended = []
+    with remote_engines(made(0.005), made(0.005)) as remote:
+        assert asyncio.run(run(remote)) == expected
+        assert remote.num_repeated >= 2
+
+
+def live_request(num_choices=1):
+    """A request whose deltas are taken by hand."""
+    stream = Stream("r", EventLoopOutlet(None), lambda _: None)
+    return LiveRequest(stream, b"", num_choices=num_choices, num_prompt=3)
+
+
+def delta(token_ids, index=0, **fields):
+    logprobs = tuple(TokenLogprobs(token, -1.0) for token in token_ids)
+    text = "".join(f" t{token}" for token in token_ids)
+    return Delta("r", index, text, tuple(token_ids), logprobs, **fields)
+
+
+def test_a_repeat_is_cut_where_the_client_is():
+    live = live_request()
+    assert live.take(delta([4, 5, 6], prompt_logprobs=(None,))).prompt_logprobs == (None,)
+    for _ in range(2):
+        live.begin_repeat()
+        assert live.take(delta([4, 5], prompt_logprobs=(None,))) is None
+    rest = live.take(delta([6, 7, 8], prompt_logprobs=(None,)))
+    assert (rest.text, rest.token_ids, rest.prompt_logprobs) == (" t7 t8", (7, 8), None)
+    assert [one.token_id for one in rest.logprobs] == [7, 8]
+    end = live.take(delta([], finish_reason="length"))
+    assert (end.text, end.ends_request) == ("", True)
+    assert live.take(delta([9])) is None
+
+
+def test_the_times_of_a_repeat_count_from_the_request(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(live_request_module.time, "monotonic", lambda: now_s[0])
+    counts = {"num_tokens": 3, "num_prompt_tokens": 3, "num_cached_tokens": 0, "steps": 3, "drafted": 0}
+    again = Metrics(**counts, accepted=(), preemptions=0, queue_s=1.0, first_token_s=2.0, seconds=5.0)
+    live, waiting = live_request(), live_request()
+    now_s[0] = 103.0
+    live.take(delta([4]))
+    now_s[0] = 110.0
+    live.begin_repeat()
+    waiting.begin_repeat()
+    now_s[0] = 115.0
+    found = live.take(delta([4, 5, 6], finish_reason="length", metrics=again)).metrics
+    assert (found.queue_s, found.first_token_s, found.seconds) == (3.0, 3.0, 15.0)
+    found = waiting.take(delta([4, 5, 6], finish_reason="length", metrics=again)).metrics
+    assert (found.queue_s, found.first_token_s, found.seconds) == (11.0, 12.0, 15.0)
 
 
 def test_a_structured_output_goes_on_inside_its_form():
@@ -263,6 +335,11 @@ def test_a_closed_stream_is_forgotten_wherever_its_request_is():
         await asyncio.sleep(0.01)
         for stream in streams:
             stream.close()
+        await asyncio.to_thread(wait_until, lambda: states(remote) == ["ready", "ready"])
+        late = live_request()
+        late.message = packed(("add", late.id, [1, 2, 3], long, 0))
+        late.stream.is_over = True  # closed while no engine had it
+        remote.engines[0].send(late)
         while remote.num_live:
             await asyncio.sleep(0.01)
         while any(one is not None and one.num_running for one in await remote.snapshots()):
