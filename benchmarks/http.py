@@ -142,7 +142,7 @@ def serving(num_streams: int, profile: str | None) -> Iterator[Server]:
             process.stdin.close()  # on which it ends
 
 
-def run_paced_engine(num_rows: int, connection: Connection) -> None:
+def run_paced_engine(num_rows: int, _: object, connection: Connection) -> None:
     """Run the engine's process."""
     from benchmarks.host import TEXT, FakeEngine, make_models
     from blockdraft.checkpoints.opening import open_checkpoint
@@ -173,14 +173,11 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
 def serve(num_rows: int, profile: str | None) -> None:
     """Run the HTTP process until its input ends."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.engine_link.remote_engine import start_engine_process
+    from blockdraft.server.engine_link.replica import ReplicaPlace
+    from blockdraft.server.engine_link.replicas import start_replicas
 
-    engine = start_engine_process(
-        functools.partial(run_paced_engine, num_rows),
-        StartProgress(),
-        lambda engine: engine.kill(),
-        step_timeout_s=60,
-    )
+    places = [ReplicaPlace("cpu", functools.partial(run_paced_engine, num_rows))]
+    engine = start_replicas(places, StartProgress(), lambda engine: engine.kill(), step_timeout_s=60)
     import uvicorn
 
     from blockdraft.server.app import make_app

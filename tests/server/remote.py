@@ -43,10 +43,18 @@ class ThreadChild:
 
 
 @contextlib.contextmanager
-def remote_engines(*make_engines, on_hang=lambda engines: None, step_timeout_s=PATIENCE_S, waits=True):
+def remote_engines(
+    *make_engines,
+    on_hang=lambda engines: None,
+    step_timeout_s=PATIENCE_S,
+    waits=True,
+    device="cpu",
+    on_start=lambda place, neighbours: None,
+):
     """Replicas in threads. `make_engine` gets the progress of the start; all first starts are waited for.
 
-    One that is lost is started again in a thread, too, by its own `make_engine`.
+    One that is lost is started again in a thread, too, by its own `make_engine`. On a card, only the first
+    one has been started at the beginning.
     """
 
     def child_of(make_engine):
@@ -59,15 +67,20 @@ def remote_engines(*make_engines, on_hang=lambda engines: None, step_timeout_s=P
 
         return ours, ThreadChild(theirs, make, step_timeout_s)
 
-    places = [ReplicaPlace("cpu", make_engine) for make_engine in make_engines]
-    children = {index: child_of(make_engine) for index, make_engine in enumerate(make_engines)}
+    def start(place, neighbours):
+        on_start(place, neighbours)
+        return child_of(place.work)
+
+    places = [ReplicaPlace(device, make_engine) for make_engine in make_engines]
+    first = make_engines if device == "cpu" else make_engines[:1]
+    children = {index: child_of(make_engine) for index, make_engine in enumerate(first)}
     replicas = Replicas(
         places,
         children,
         StartProgress(),
         on_hang,
         step_timeout_s=step_timeout_s,
-        start=lambda place, beside: child_of(place.work),
+        start=start,
     )
     ended = threading.Event()
     while waits and any(one["state"] == "starting" for one in replicas.status()) and not ended.wait(0.005):

@@ -23,7 +23,7 @@ from blockdraft.server.engine_link import replicas as replicas_module
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import packed
 from blockdraft.server.engine_link.prompt_pages import SeenPages, page_hashes
-from blockdraft.server.engine_link.replica import difference
+from blockdraft.server.engine_link.replica import Neighbours, difference
 from blockdraft.server.options import ServerOptions
 from tests.grammar import json_tokens
 from tests.server.asking import ask
@@ -527,6 +527,29 @@ def test_a_replica_that_would_answer_differently_is_refused_and_the_others_serve
             answer = asyncio.run(collect(remote, [1], SamplingParams(max_tokens=2, ignore_eos=True)))
             assert len(answer[0].token_ids) == 2
         assert remote.error is None
+
+
+def test_replicas_of_one_card_start_one_after_the_other_and_hear_of_those_that_hold_its_memory():
+    begun, may_start = [], []
+
+    def slow(startup):
+        begun.append(True)
+        wait_until(lambda: may_start)
+        return made()(startup)
+
+    told = []
+    card = {"device": "cuda:0", "on_start": lambda _, neighbours: told.append(neighbours), "waits": False}
+    with remote_engines(slow, slow, slow, **card) as remote:
+        wait_until(lambda: begun)
+        time.sleep(3 * replicas_module.KEEP_S)  # the others could start now, but must not
+        assert states(remote) == ["starting", "waiting", "waiting"]
+        may_start.append(True)
+        wait_until(lambda: states(remote) == ["ready"] * 3)
+        assert told == [Neighbours(512, 1), Neighbours(512, 2)]
+        assert [one["restarts"] for one in remote.status()] == [0, 0, 0]
+        remote.engines[0].kill()
+        wait_until(lambda: states(remote) == ["ready"] * 3 and remote.status()[0]["restarts"])
+        assert told[2:] == [Neighbours(512, 2)]
 
 
 def test_starts_that_all_fail_end_the_server_with_the_reason():
