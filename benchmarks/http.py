@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import socket
 import statistics
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import IO, cast
 
@@ -130,9 +132,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(num_streams: int, profile: str | None) -> Iterator[Server]:
-    words = [str(num_streams), profile or "-"]
-    command = [sys.executable, "-m", "benchmarks.http", "--as-server", *words]
+def serving(*words: str, module: str = "benchmarks.http") -> Iterator[Server]:
+    command = [sys.executable, "-m", module, "--as-server", *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         try:
@@ -142,8 +143,17 @@ def serving(num_streams: int, profile: str | None) -> Iterator[Server]:
             process.stdin.close()  # on which it ends
 
 
-def run_paced_engine(num_rows: int, _: object, connection: Connection) -> None:
-    """Run the engine's process."""
+def run_paced_engine(
+    num_rows: int,
+    _: object,
+    connection: Connection,
+    *,
+    gap_s: float | None = None,
+    max_queue: int | None = None,
+    max_wait_s: float = math.inf,
+) -> None:
+    """Run the engine's process. `gap_s`: seconds from step to step."""
+    step_s = max(MIN_GAP_S, num_rows * ROW_GAP_S) if gap_s is None else gap_s
     from benchmarks.host import TEXT, FakeEngine, make_models
     from blockdraft.checkpoints.opening import open_checkpoint
     from blockdraft.engine.engine import Engine
@@ -157,7 +167,7 @@ def run_paced_engine(num_rows: int, _: object, connection: Connection) -> None:
 
         def step(self) -> list[Delta]:
             time.sleep(max(0.0, self.next_s - time.monotonic()))
-            self.next_s = time.monotonic() + max(MIN_GAP_S, num_rows * ROW_GAP_S)
+            self.next_s = time.monotonic() + step_s
             return super().step()
 
     def make_engine(startup: StartProgress, on_tokenizer: object) -> Engine:
@@ -165,23 +175,24 @@ def run_paced_engine(num_rows: int, _: object, connection: Connection) -> None:
         tokenizer = Tokenizer(open_checkpoint("default").tokenizer_parts())
         on_tokenizer(tokenizer)
         models, plan = make_models(tokenizer, num_rows=num_rows, context=1024, num_steps=EVENTS)
+        plan = replace(plan, max_queue=plan.max_queue if max_queue is None else max_queue)
         return PacedEngine(models, plan, tokenizer.encode(TEXT * 4), TOKENS_PER_EVENT)
 
-    run_engine(connection, make_engine, StartProgress(), step_timeout_s=60)
+    run_engine(connection, make_engine, StartProgress(), step_timeout_s=60, max_wait_s=max_wait_s)
 
 
-def serve(num_rows: int, profile: str | None) -> None:
-    """Run the HTTP process until its input ends."""
+def serve(run: Callable[[Connection], None], profile: str | None = None) -> None:
+    """Run the HTTP process, and `run` in the engine's process, until its input ends."""
     from blockdraft.phases import StartProgress
     from blockdraft.server.engine_link.replica import ReplicaPlace
     from blockdraft.server.engine_link.replicas import start_replicas
 
-    places = [ReplicaPlace("cpu", functools.partial(run_paced_engine, num_rows))]
+    places = [ReplicaPlace("cpu", run)]
     engine = start_replicas(places, StartProgress(), lambda engine: engine.kill(), step_timeout_s=60)
     import uvicorn
 
     from blockdraft.server.app import make_app
-    from blockdraft.server.http.lifetime import uvicorn_config
+    from blockdraft.server.http.lifetime import settle_memory, uvicorn_config
     from blockdraft.server.http.logs import set_up
     from blockdraft.server.options import ServerOptions
 
@@ -191,6 +202,7 @@ def serve(num_rows: int, profile: str | None) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     while engine.startup.state == "starting":
         time.sleep(0.02)
+    settle_memory()  # as the server does when the engine is ready
 
     def answer(lines: IO[str]) -> None:
         print(listener.getsockname()[1], flush=True)
@@ -217,7 +229,7 @@ def measure(num_streams: int, rounds: int, profile: str | None) -> dict[str, flo
     num_short = max(4 * num_streams, 128)
     num_long = max(num_streams, 16)
     short, long, first = [], [], []
-    with serving(num_streams, profile) as server:
+    with serving(str(num_streams), profile or "-") as server:
         for _ in range(rounds):
             cost, first_ms = asyncio.run(ask_all(server, num_streams, num_short, 1))
             short.append(cost)
@@ -251,7 +263,8 @@ def floor_us() -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["--as-server"]:
-        serve(int(sys.argv[2]), None if sys.argv[3] == "-" else sys.argv[3])
+        engine = functools.partial(run_paced_engine, int(sys.argv[2]))
+        serve(engine, None if sys.argv[3] == "-" else sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])

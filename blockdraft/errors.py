@@ -42,7 +42,11 @@ class RequestError(BlockdraftError):
 
 
 class CapacityError(BlockdraftError):
-    """A request or a model that does not fit right now."""
+    """A request or a model that does not fit right now; `retry_after_s`: when a request may fit."""
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class LaunchError(BlockdraftError):

@@ -47,6 +47,7 @@ SERVER_FLAGS = """
 --allowed-host NAME...: also accept requests with this Host header; repeatable (default: any host; on
   a loopback address without a key: only loopback names)
 --request-timeout S: seconds until a complete answer, or the first token of a stream (default: 600)
+--max-wait S: refuse requests that would probably wait longer in the queue (default: --request-timeout)
 --drain-timeout S: seconds that running answers get at shutdown (default: 30)
 --step-timeout S: seconds after which a step counts as hung (default: 120)
 --log-level {debug,info,warning,error}: log this level and worse; debug also logs requests (default: info)
@@ -120,6 +121,8 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     hide_in_process_list(args.api_key)
     check_seconds("--step-timeout", args.step_timeout, least=0.001)
     check_seconds("--drain-timeout", args.drain_timeout, least=0)
+    if args.max_wait is not None:
+        check_seconds("--max-wait", args.max_wait, least=0)
     keys = read_api_keys(args.api_key, args.api_key_file)
     return ServerOptions(
         api_keys=keys,
@@ -204,6 +207,7 @@ def _run_engine(
         step_timeout_s=args.step_timeout,
         recheck_share=settings.recheck,
         has_tokenizer=neighbours.max_model_len is not None,
+        max_wait_s=args.request_timeout if args.max_wait is None else args.max_wait,
     )
 
 

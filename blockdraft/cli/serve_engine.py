@@ -46,6 +46,8 @@ _LABELS = {"warn": "warning", "note": "note"}
 
 def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) -> int:
     check_seconds("--start-timeout", args.start_timeout, least=0.001)
+    if args.max_wait is not None:
+        raise SettingsError("--max-wait works with our own engine only: leave it out, or --engine.")
     if args.receipts is not None:
         raise SettingsError("--receipts works with our own engine only: leave it out, or --engine.")
     name = (args.served_model_name or settings.model) + settings.suffix

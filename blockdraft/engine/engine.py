@@ -17,11 +17,13 @@ from blockdraft.engine.allocation import make_cache, make_rows, make_scheduler
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import (
+    ANYONE,
     MAX_LOGPROBS,
     Delta,
     Request,
     SamplingParams,
     TokenLogprobs,
+    Turn,
     check_request,
 )
 from blockdraft.engine.scheduler import Batch, Outcome, always
@@ -115,6 +117,7 @@ class Engine:
         request_id: str | None = None,
         guide: Guide | None = None,
         seed: int | None = None,
+        turn: Turn = ANYONE,
     ) -> str:
         """Queue a prompt and return the request's id.
 
@@ -130,6 +133,7 @@ class Engine:
             prompt_ids=_as_ints(prompt_ids),
             sampling=sampling,
             arrival_s=self.clock(),
+            turn=turn,
         )
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
@@ -538,6 +542,9 @@ class Engine:
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
+            num_refused_full=scheduler.num_refused_full,
+            num_refused_wait=scheduler.num_refused_wait,
+            expected_wait_s=scheduler.expected_wait_s,
             num_states=0 if scheduler.states is None else scheduler.states.num_slots,
             num_states_saved=0 if scheduler.states is None else scheduler.states.num_saved,
             num_states_evicted=0 if scheduler.states is None else scheduler.states.num_evicted,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.recheck import Recheck
-from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.request import ANYONE, Delta, SamplingParams, Turn
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Receiver, StepFailed
 from blockdraft.errors import BlockdraftError
@@ -45,6 +46,7 @@ class _Add:
     sampling: SamplingParams
     receiver: Receiver
     reply: Future[None]
+    turn: Turn
     seed: int | None
     guide: Guide | None = None
 
@@ -65,8 +67,10 @@ class EngineLoop:
         make_engine: Callable[[StartProgress], Engine],
         startup: StartProgress | None = None,
         recheck_share: float = 0.0,
+        max_wait_s: float = math.inf,
     ) -> None:
         self._recheck_share = recheck_share
+        self._max_wait_s = max_wait_s  # for a row; requests that would wait longer are refused
         self.startup = StartProgress() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
@@ -99,13 +103,14 @@ class EngineLoop:
         prompt_ids: Items[int],
         sampling: SamplingParams,
         receiver: Receiver,
+        turn: Turn = ANYONE,
         seed: int | None = None,
     ) -> Future[None]:
         """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped.
 
         `seed`: the one to use if `sampling` has none.
         """
-        command = _Add(prompt_ids, sampling, receiver, Future(), seed)
+        command = _Add(prompt_ids, sampling, receiver, Future(), turn, seed)
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
@@ -223,8 +228,15 @@ class EngineLoop:
 
     def _admit(self, command: _Add) -> None:
         self._recheck.pause()
-        request_id = command.receiver.request_id
-        self._engine.add(command.prompt_ids, command.sampling, request_id, command.guide, command.seed)
+        self._engine.scheduler.check_wait(self._max_wait_s)
+        self._engine.add(
+            command.prompt_ids,
+            command.sampling,
+            command.receiver.request_id,
+            command.guide,
+            seed=command.seed,
+            turn=command.turn,
+        )
 
     def _step(self) -> None:
         self.step_began_s = time.monotonic()

@@ -1,14 +1,13 @@
 """Scheduler: gives sequences rows and pages, chooses each step's batch, and applies its outcome.
 
 A step is all prefill or all decode. While both have work they alternate; `chunks.py` chooses how often. Rows
-that verify the same width decode together. When pages run out, the youngest sequence loses its row, and is
-later prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
+that verify the same width decode together. When pages run out, one sequence loses its row, and is later
+prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from typing import Literal
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
+from blockdraft.engine.queue_wait import QueueWait, retry_after_s
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
+from blockdraft.engine.waiting import WaitingQueue, last_to_run
 from blockdraft.engine.width_controller import ChosenStep, WidthController
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.planner.plan import Plan
@@ -64,9 +65,11 @@ class Scheduler:
         self.exact = exact  # None: no layer compresses
         self.states = states  # None: no layer has a state, or none is saved
         self.clock = clock
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_refused_full = self.num_refused_wait = 0
+        self._wait = QueueWait()
         self._free_rows = list(reversed(range(plan.max_num_seqs)))
         self._at_begin: tuple[Sequence, ...] = ()
         self._last_width = 0
@@ -89,11 +92,29 @@ class Scheduler:
                 f"n = {len(sequences)} choices, but the queue holds {most}: raise --max-queue."
             )
         if not self.has_room(len(sequences)):
+            self.num_refused_full += 1
             raise CapacityError(
                 f"the queue is full ({len(self.waiting)} of {most} waiting): try again later, "
-                "or raise --max-queue."
+                "or raise --max-queue.",
+                retry_after_s(self.expected_wait_s / 10),  # until a tenth of the queue has moved on
             )
         self.waiting.extend(sequences)
+
+    def check_wait(self, limit_s: float) -> None:
+        """Raise CapacityError if a new request would probably wait longer than `limit_s` for a row."""
+        wait_s = self.expected_wait_s
+        if wait_s > limit_s:
+            self.num_refused_wait += 1
+            raise CapacityError(
+                f"the wait would be about {wait_s:.0f} s, with {len(self.waiting)} waiting, and the server "
+                f"lets nobody wait longer than {limit_s:g} s: try again later.",
+                retry_after_s(wait_s - limit_s),
+            )
+
+    @property
+    def expected_wait_s(self) -> float:
+        """Return how long a new request would wait for a row; 0 if that is not known."""
+        return self._wait.expected_s(len(self.waiting) - len(self._free_rows), len(self.running))
 
     def abort(self, request_id: str) -> list[Delta]:
         """End every choice of a request now; its rows and pages are free at once."""
@@ -132,7 +153,7 @@ class Scheduler:
         if self.states is not None:
             self.states.recover()
         self._free_rows = list(reversed(range(self._plan.max_num_seqs)))
-        self.waiting = deque(s for s in self.waiting if s.request.id not in touched)
+        self.waiting = WaitingQueue(s for s in self.waiting if s.request.id not in touched)
         self.running = []
         return ended
 
@@ -167,16 +188,16 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        """Give waiting sequences, in order, a row and pages for all known tokens and one block."""
+        """Give waiting sequences, in turn, a row and pages for all known tokens and one block."""
         while self.waiting and self._free_rows:
-            sequence = self.waiting[0]
+            sequence = self.waiting.next(self.running)
             if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
                 return
             sequence.row = self._free_rows.pop()
             if sequence.tally.start_s is None:
                 sequence.tally.start_s = self.clock()
             self.running.append(sequence)
-            self.waiting.popleft()  # last: the sequence is always in one of the lists
+            self.waiting.take(sequence)  # last: the sequence is always in one of the lists
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
         """Say if another choice of the request is about to write the prompt to the cache."""
@@ -399,11 +420,11 @@ class Scheduler:
                 sequence.pages += self.pages.allocate(num_pages)
                 return
             except OutOfPages:
-                self._preempt(self.running[-1])
+                self._preempt(last_to_run(self.running))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence to the head of the queue; the prefix cache may keep its pages."""
-        self.waiting.appendleft(sequence)  # first: the sequence is always in one of the lists
+        """Move a running sequence to the head of its queue; the prefix cache may keep its pages."""
+        self.waiting.put_back(sequence)  # first: the sequence is always in one of the lists
         self._retire(sequence)
         sequence.length = 0
         sequence.forget_partial_prompt_logprobs()
@@ -461,6 +482,8 @@ class Scheduler:
             self._save_states(sequence, sequence.length)
             self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:
+                assert sequence.tally.start_s is not None
+                self._wait.learn(now_s - sequence.tally.start_s)
                 self._retire(sequence)
         return deltas
 

@@ -53,6 +53,9 @@ class Load:
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0  # since the start
+    num_refused_full: int = 0  # requests, since the start, because the queue was full
+    num_refused_wait: int = 0  # and because they would have waited too long
+    expected_wait_s: float = 0.0  # of a new request, for a row
     num_states: int = 0  # slots for saved recurrent states
     num_states_saved: int = 0
     num_states_evicted: int = 0  # since the start
@@ -189,6 +192,7 @@ def _points(rows: Items[tuple[Point, ...]]) -> tuple[Point, ...]:
 _WIDTH = ("chosen_rows", "chosen_width", "speedup")  # of the engine with the most rows
 _TOGETHER: dict[str, Callable[[list[Any]], object]] = {  # the others are added up
     "time_s": max,
+    "expected_wait_s": min,  # requests go where it is short
     "recent": _points,
     "lately": functools.partial(functools.reduce, Drafts.together),
     "accepted": _sums,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 
 from starlette.applications import Starlette
@@ -37,19 +38,26 @@ def make_app(
     receipts: ReceiptBook | None = None,
 ) -> ASGIApp:
     """Return the server. `name` is the model's name for clients, `tool_format` its format of tool calls."""
-    api = make_api(engine, name=name, tool_format=tool_format, receipts=receipts)
+    refused: Counter[str] = Counter()
+    api = make_api(engine, name=name, tool_format=tool_format, receipts=receipts, refused=refused)
 
     def has_path(scope: Scope) -> bool:
         return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
 
-    return AuthLimits(FastRoutes(api), options, has_path)
+    return AuthLimits(FastRoutes(api), options, has_path, refused)
 
 
 def make_api(
-    engine: Replicas, *, name: str, tool_format: str = "auto", receipts: ReceiptBook | None = None
+    engine: Replicas,
+    *,
+    name: str,
+    tool_format: str = "auto",
+    receipts: ReceiptBook | None = None,
+    refused: Counter[str] | None = None,
 ) -> Starlette:
     """Return all routes. They also answer during the start, and must be wrapped in AuthLimits."""
-    host, state = ApiHost(engine, name, tool_format, receipts), _State(engine, name)
+    host = ApiHost(engine, name, tool_format, receipts)
+    state = _State(engine, name, Counter() if refused is None else refused)
     return Starlette(
         routes=[
             *state.routes(),
@@ -65,9 +73,10 @@ def make_api(
 class _State:
     """The routes for the server's state."""
 
-    def __init__(self, engine: Replicas, name: str) -> None:
+    def __init__(self, engine: Replicas, name: str, refused: Counter[str]) -> None:
         self.engine = engine
         self.name = name
+        self.refused = refused  # by AuthLimits
 
     def routes(self) -> list[Route]:
         return [
@@ -109,10 +118,9 @@ class _State:
     async def metrics(self, request: Request) -> Response:
         engine, unknown = self.engine, Stats().snapshot(Load())
         snapshots = [one or unknown for one in await engine.snapshots()]
-        replicas = Served(engine.status(), engine.num_repeated)
-        body, content_type = render(
-            snapshots, engine.engine_info, self.name, engine.startup.snapshot(), replicas
-        )
+        served = Served(engine.status(), engine.num_repeated, self.refused["connections"])
+        start = engine.startup.snapshot()
+        body, content_type = render(snapshots, engine.engine_info, self.name, start, served)
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import tokenizers
 
+from blockdraft.text.piece_cache import PieceCache, can_cut
+
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 MANY_IDS = 1 << 12  # some milliseconds
 OTHERS_WORDS = ("tools", "documents")  # template arguments that may hold untrusted text
@@ -22,11 +24,21 @@ _THOUGHTS = frozenset(("<think>", "</think>", "<|channel>", "<channel|>", "[THIN
 _THOUGHTS |= {"<seed:think>", "</seed:think>"}
 
 
-def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. A long one is encoded as a batch: only that releases Python's lock."""
-    if len(text) <= LONG_TEXT_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+class TextEncoder:
+    """Encodes texts with one tokenizer. Safe to share between threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = PieceCache(tokenizer) if can_cut(tokenizer) else None
+        self._adds_tokens = tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text. A long one is encoded as a batch: only that releases Python's lock."""
+        if len(text) > LONG_TEXT_CHARS:
+            return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        if self._pieces is None or (add_special_tokens and self._adds_tokens):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._pieces.encode(text)
 
 
 def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -47,13 +59,13 @@ class Marked(NamedTuple):
 class MessageText:
     """Marks messages, and encodes the text that a template renders from them."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, encoder: TextEncoder) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
         # Some markup is not called special (Qwen's <think>), and some added tokens are plain runs of spaces.
         markup = {token.content for token in added if token.special or token.content.startswith("<")}
         self._begin = _beginnings(markup)
         self._begin_own = _beginnings({token.content for token in added if token.special} - _THOUGHTS)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._encoder = tokenizer, encoder
         self._joint = _joint(tokenizer)
 
     def mark(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> Marked:
@@ -76,7 +88,7 @@ class MessageText:
         """Return the ids of a rendered text after removing its marks."""
         first, *rest = text.split(mark)
         if not rest:
-            return encode_beside(self._tokenizer, text, add_special_tokens)
+            return self._encoder.encode(text, add_special_tokens)
         # A tokenizer may treat the beginning of a text in its own way, but not text after a token.
         encoded = self._tokenizer.encode_batch(
             [first, *(f"{self._joint}{piece}" for piece in rest)], add_special_tokens=False

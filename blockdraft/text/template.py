@@ -39,6 +39,8 @@ _JSON_NAMES = {
     "list": "an array",
     "str": "a string",
 }
+_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+_SIZED = (str, list, tuple)
 _WORK = " work"  # not an identifier: no template can name it
 
 
@@ -57,8 +59,13 @@ def compile_template(source: str) -> jinja2.Template:
 def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> str:
     work = _Work()
     try:
+        # As Template.generate makes it, without its lookups of globals in a chain of dictionaries.
+        values = {**template.environment.globals, **variables, _WORK: work}
+        context = jinja2.runtime.new_context(
+            template.environment, template.name, template.blocks, values, shared=True
+        )
         pieces = []
-        for piece in template.generate({**variables, _WORK: work}):
+        for piece in template.root_render_func(context):
             work.add_output(piece)
             pieces.append(piece)
         return "".join(pieces)
@@ -112,14 +119,18 @@ class _Work:
             raise _OverBudget(f"more than {_MAX_STEPS} steps")
 
     def add_result(self, value: object) -> None:
-        size = len(value) if isinstance(value, str | list | tuple) else 0
+        size = len(value) if isinstance(value, _SIZED) else 0
         if size > _MAX_CHARS:
             raise _OverBudget(f"a text of more than {_MAX_CHARS} characters")
-        self.add_steps(1 + size // _CHARS_PER_STEP)
+        self._num_steps += 1 + size // _CHARS_PER_STEP
+        if self._num_steps > _MAX_STEPS:
+            self.add_steps(0)
 
     def add_output(self, piece: str) -> None:
-        self.add_steps(1)
+        self._num_steps += 1
         self._num_chars += len(piece)
+        if self._num_steps > _MAX_STEPS:
+            self.add_steps(0)
         if self._num_chars > _MAX_CHARS:
             raise _OverBudget(f"a prompt of more than {_MAX_CHARS} characters")
 
@@ -164,6 +175,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
+    def getattr(self, obj: object, attribute: str) -> object:
+        if type(obj) is jinja2.runtime.LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
     def call(
         __self,  # mangled names as in jinja, so that a template may pass any keyword
         __context: jinja2.runtime.Context,
@@ -187,6 +203,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: object, right: object
     ) -> object:
+        if operator == "+" and type(left) is type(right) is str:  # nearly always
+            text: str = left + right
+            _work_of(context).add_result(text)
+            return text
         if operator in ("*", "**"):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, str):

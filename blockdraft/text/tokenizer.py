@@ -16,7 +16,7 @@ from tokenizers import decoders
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError, RequestError
 from blockdraft.text.content import content_text, json_kind
-from blockdraft.text.message_text import MessageText, decode_beside, encode_beside
+from blockdraft.text.message_text import MessageText, TextEncoder, decode_beside
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # replaces bytes that are not UTF-8
@@ -43,6 +43,7 @@ class Tokenizer:
         self._tokenizer = parts.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._encoder = TextEncoder(self._tokenizer)
         self.chat_template = parts.chat_template
         names = {"bos_token": parts.bos_token, "eos_token": parts.eos_token}
         self._token_names = {name: token for name, token in names.items() if token is not None}
@@ -87,7 +88,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; special tokens in it become their ids. RequestError if not Unicode."""
         _check_unicode(text)
-        return encode_beside(self._tokenizer, text, add_special_tokens)
+        return self._encoder.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; unknown ids add none. RequestError if one is negative or above 32 bits.
@@ -199,7 +200,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _message_text(self) -> MessageText:
-        return MessageText(self._tokenizer)
+        return MessageText(self._tokenizer, self._encoder)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

@@ -12,7 +12,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
 from blockdraft.engine.request import SamplingParams, new_request_id
 from blockdraft.engine.streams import Outlets, Stream
-from blockdraft.errors import ModelError, RequestError
+from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
@@ -474,3 +474,23 @@ def test_an_output_is_compiled_while_the_engine_goes_on(models, monkeypatch):
 
     asyncio.run(run())
     loop.close()
+
+
+def test_a_request_that_would_wait_too_long_is_refused_before_it_waits(engine):
+    engine.scheduler._wait.learn(100.0)  # seconds that an answer keeps its row
+    loop = EngineLoop(lambda startup: engine, max_wait_s=20.0).wait()
+
+    async def crowd():
+        rows = [await submit(loop, PROMPT, LONG) for _ in range(4)]
+        async for _ in rows[-1]:
+            break  # all rows are taken
+        with pytest.raises(CapacityError, match="about 25 s") as refused:
+            await submit(loop, PROMPT, LONG)
+        for stream in rows:
+            stream.close()
+        return refused.value.retry_after_s
+
+    try:
+        assert asyncio.run(crowd()) == 5
+    finally:
+        loop.close()

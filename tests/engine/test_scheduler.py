@@ -1,12 +1,13 @@
 """The scheduler alone: no model, a clock that tests set, and outcomes that they write."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.page_allocator import PageAllocator
-from blockdraft.engine.request import Request, SamplingParams
+from blockdraft.engine.request import ANYONE, Request, SamplingParams, Turn
 from blockdraft.engine.scheduler import Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
 from blockdraft.errors import CapacityError, RequestError
@@ -32,13 +33,13 @@ class Bench:
         self.scheduler = Scheduler(plan, self.pages, lambda: self.now_s)
         self.num_added = 0
 
-    def add(self, num_prompt, *, first=None, max_tokens=50, width=BLOCK, choices=1, name=None):
+    def add(self, num_prompt, *, first=None, max_tokens=50, width=BLOCK, choices=1, name=None, turn=ANYONE):
         """Queue a request whose prompt begins with the token `first` (None: one of its own)."""
         self.num_added += 1
         name = name or f"r{self.num_added}"
         begin = 100 * self.num_added if first is None else first
         prompt = tuple(range(begin, begin + num_prompt))
-        request = Request(name, prompt, SamplingParams(n=choices), arrival_s=self.now_s)
+        request = Request(name, prompt, SamplingParams(n=choices), arrival_s=self.now_s, turn=turn)
         made = []
         for index in range(choices):
             leader = made[0] if made else None
@@ -65,6 +66,114 @@ class Bench:
                 return
             self.step()
         raise AssertionError("it does not come to that")
+
+
+def order_of(bench, num_tokens=1):
+    """Run everything, and return the requests in the order in which they got their rows."""
+    order = []
+    while bench.scheduler.has_work:
+        bench.step(num_tokens)
+        bench.now_s += 1.0
+        order += [one.request.id for one in bench.scheduler.running if one.request.id not in order]
+    return order
+
+
+def test_one_request_waits_for_one_answer_not_for_all_that_another_client_has_queued():
+    bench = Bench(rows=2, queue=30)
+    for number in range(20):
+        bench.add(4, max_tokens=3, name=f"many{number}", turn=Turn(client=("", "1.2.3.4")))
+    bench.step()
+    bench.add(4, max_tokens=3, name="one", turn=Turn(client=("", "5.6.7.8")))
+    order = order_of(bench)
+    assert order[2] == "one"
+    order.remove("one")
+    assert order == [f"many{number}" for number in range(20)]
+
+
+def test_keys_take_turns_and_addresses_among_those_of_a_key():
+    bench = Bench(rows=1, queue=30)
+    for key, address in ("aa", "aa", "ab", "bc", "bc", "bd"):
+        bench.add(4, max_tokens=1, name=f"{key}{address}{bench.num_added}", turn=Turn(client=(key, address)))
+        bench.now_s += 0.01
+    # When the only row gets free, nobody has another: those go first who had theirs longest ago.
+    assert order_of(bench) == ["aa0", "bc3", "ab2", "bd5", "aa1", "bc4"]
+    bench = Bench(rows=4, queue=30)
+    for key, address in (*(["aa"] * 4), "ab", "ab", "bc", "bc"):
+        bench.add(4, max_tokens=9, name=f"{key}{address}{bench.num_added}", turn=Turn(client=(key, address)))
+        bench.now_s += 0.01
+    bench.scheduler.schedule()
+    assert [one.request.id for one in bench.scheduler.running] == ["aa0", "bc6", "ab4", "bc7"]
+
+
+def test_a_lower_priority_number_goes_first_whoever_asks():
+    bench = Bench(rows=1, queue=30)
+    for name, priority in (("late", 1), ("usual", 0), ("first", -5), ("second", -5)):
+        bench.add(4, max_tokens=1, name=name, turn=Turn(priority, client=(name,)))
+        bench.now_s += 0.01
+    assert order_of(bench) == ["first", "second", "usual", "late"]
+
+
+def test_the_highest_priority_number_gives_up_its_row_first():
+    bench = Bench(num_pages=6, rows=3)
+    for name, priority in (("old", 0), ("batch", 3), ("young", 0)):
+        bench.add(4, max_tokens=30, name=name, turn=Turn(priority))
+    bench.run_until(lambda: bench.scheduler.num_preemptions == 1)
+    assert [one.request.id for one in bench.scheduler.waiting] == ["batch"]
+    assert [one.request.id for one in bench.scheduler.running] == ["old", "young"]
+
+
+def test_the_expected_wait_follows_from_how_long_answers_keep_their_rows():
+    bench = Bench(rows=2)
+    assert bench.scheduler.expected_wait_s == 0
+    for _ in range(2):
+        bench.add(4, max_tokens=1)
+    while bench.scheduler.has_work:
+        bench.now_s += 2.0
+        bench.step()
+    row_s = bench.now_s - 2.0  # both got their rows before the first step
+    bench.add(4)
+    assert bench.scheduler.expected_wait_s == 0  # a row is free
+    for _ in range(4):
+        bench.add(4)
+    bench.scheduler.schedule()
+    # Three wait, and a new request would be the fourth: one of two rows gets free twice in `row_s`.
+    assert bench.scheduler.expected_wait_s == 4 * row_s / 2
+
+
+def test_a_request_that_would_wait_too_long_is_refused_with_the_time_to_come_back():
+    bench = Bench(rows=1, queue=10)
+    bench.scheduler.check_wait(0.5)  # nothing is known yet
+    bench.add(4, max_tokens=1)
+    bench.scheduler.schedule()
+    bench.now_s += 3.0
+    bench.run_until(lambda: not bench.scheduler.has_work)
+    for _ in range(3):
+        bench.add(4)
+    bench.scheduler.schedule()
+    wait_s = bench.scheduler.expected_wait_s
+    assert wait_s == 9.0
+    bench.scheduler.check_wait(9.0)
+    with pytest.raises(CapacityError, match=r"about 9 s, with 2 waiting.* longer than 2\.5 s") as caught:
+        bench.scheduler.check_wait(2.5)
+    assert caught.value.retry_after_s == 7
+    assert bench.scheduler.num_refused_wait == 1
+    assert pickle.loads(pickle.dumps(caught.value)).retry_after_s == 7  # on its way to the server
+
+
+def test_a_full_queue_says_when_a_tenth_of_it_has_moved_on():
+    bench = Bench(rows=1, queue=3)
+    bench.add(4, max_tokens=1)
+    bench.scheduler.schedule()
+    bench.now_s += 5.0
+    bench.run_until(lambda: not bench.scheduler.has_work)
+    bench.add(4)
+    bench.scheduler.schedule()
+    for _ in range(3):
+        bench.add(4)
+    with pytest.raises(CapacityError) as caught:
+        bench.add(4)
+    assert caught.value.retry_after_s == 2
+    assert bench.scheduler.num_refused_full == 1
 
 
 def names(batch):

@@ -357,6 +357,25 @@ def test_a_stream_that_has_begun_may_take_longer():
     assert ask(app, "GET", "/").text == "xxxx"
 
 
+def test_a_client_is_a_key_and_an_address():
+    async def whose(request):
+        return JSONResponse(request.state.client)
+
+    def client(options, **headers):
+        app = AuthLimits(Starlette(routes=[Route("/", whose), Route("/a", whose)]), options)
+        return ask(app, "GET", "/a", headers=headers).json()
+
+    keys = ServerOptions(api_keys=("one-key-of-two", "the-other-one-1"))
+    (number, address), other = (
+        client(keys, **bearer("one-key-of-two")),
+        client(keys, **bearer("the-other-one-1")),
+    )
+    assert (number, other) == ("0", ["1", address])
+    assert client(keys, **{"x-api-key": "the-other-one-1"}) == other
+    assert client(ServerOptions(), **bearer("one-key-of-two")) == ["", address]
+    assert address
+
+
 def test_a_timeout_of_the_application_itself_is_no_504():
     async def late(scope, receive, send):
         raise TimeoutError("another one")

@@ -364,7 +364,7 @@ class Lost:
         self.startup, self.tokenizer, self.engine_info = engine.startup, engine.tokenizer, engine.engine_info
         self._error = error
 
-    async def submit(self, prompt_ids, sampling):
+    async def submit(self, prompt_ids, sampling, turn):
         raise self._error
 
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
-from blockdraft.server.page.metrics import FINISH_REASONS, render
+from blockdraft.server.page.metrics import FINISH_REASONS, Served, render
 from tests import tiny
 
 NAME = 'pair "with quotes"\n'  # a name may be any text
@@ -35,7 +35,7 @@ def scrape(snapshot, **kwargs):
     for family in families.values():
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("engine") == "0"
+            assert labels.pop("engine", "0") == "0"
             assert labels.pop("model_name", NAME) == NAME
             samples[sample.name, tuple(sorted(labels.items()))] = sample.value
     return samples, families
@@ -167,6 +167,15 @@ def test_waiting_is_told_by_its_reason():
     assert families["vllm:num_requests_waiting_by_reason"].type == "gauge"
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 3
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "deferred"),)] == 0
+
+
+def test_refusals_are_told_by_their_reason():
+    load = Load(num_refused_full=2, num_refused_wait=3, expected_wait_s=4.5)
+    samples, _ = scrape(Stats().snapshot(load), served=Served((), num_refused=1))
+    assert samples["blockdraft:requests_refused_total", (("reason", "queue_full"),)] == 2
+    assert samples["blockdraft:requests_refused_total", (("reason", "long_wait"),)] == 3
+    assert samples["blockdraft:connections_refused_total", ()] == 1
+    assert samples["blockdraft:expected_wait_seconds", ()] == 4.5
 
 
 def test_types_are_those_a_scraper_expects(served):

@@ -13,7 +13,7 @@ import pytest
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import Fingerprint
-from blockdraft.engine.request import Delta, Metrics, SamplingParams, TokenLogprobs
+from blockdraft.engine.request import ANYONE, Delta, Metrics, SamplingParams, TokenLogprobs
 from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
 from blockdraft.errors import ModelError
 from blockdraft.grammar.structured_output import StructuredOutputs
@@ -337,7 +337,7 @@ def test_a_closed_stream_is_forgotten_wherever_its_request_is():
             stream.close()
         await asyncio.to_thread(wait_until, lambda: states(remote) == ["ready", "ready"])
         late = live_request()
-        late.message = packed(("add", late.id, [1, 2, 3], long, 0))
+        late.message = packed(("add", late.id, [1, 2, 3], long, ANYONE, 0))
         late.stream.is_over = True  # closed while no engine had it
         remote.engines[0].send(late)
         while remote.num_live:

@@ -279,6 +279,38 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
     for response in refused:
         check_error(response, 429, "queue is full")
         assert int(response.headers["retry-after"]) >= 1
+    lines = ask(app, "GET", "/metrics").text.splitlines()
+    counted = [line for line in lines if line.startswith("blockdraft:requests_refused_total")]
+    assert float(next(line for line in counted if "queue_full" in line).split()[-1]) >= len(refused)
+
+
+def test_a_client_with_many_requests_does_not_keep_another_waiting(models):
+    options = ServerOptions(api_keys=("key-of-many-requests", "key-of-a-single-one"))
+    keys = [{"authorization": f"Bearer {key}"} for key in options.api_keys]
+    ended, body = [], {**HELLO, "max_tokens": 24, "ignore_eos": True}
+
+    async def crowd(app):
+        async with connected(app) as http:
+
+            async def one(name, key, **more):
+                response = await http.post(CHAT, json={**body, **more}, headers=keys[key])
+                assert response.status_code == 200, response.text
+                ended.append(name)
+
+            tasks = [asyncio.create_task(one(f"many{number}", 0)) for number in range(6)]
+            await asyncio.sleep(0.05)
+            tasks.append(asyncio.create_task(one("late", 0, priority=1)))
+            tasks += [
+                asyncio.create_task(one("single", 1)),
+                asyncio.create_task(one("first", 0, priority=-1)),
+            ]
+            await asyncio.gather(*tasks)
+
+    plan = replace(pair.plan(), max_num_seqs=1)
+    with remote_engine(lambda startup: Engine(models, plan)) as engine:
+        asyncio.run(crowd(make_app(engine, name="pair", options=options)))
+    assert ended[-1] == "late"
+    assert ended.index("first") < ended.index("single") < ended.index("many4")
 
 
 def test_a_model_without_a_chat_template_says_so(models):
@@ -453,11 +485,11 @@ def test_many_prompts_are_queued_at_once(loop, app):
     waiting = []
     submit = loop.submit
 
-    async def watched(prompt_ids, sampling):
+    async def watched(prompt_ids, sampling, turn):
         waiting.append(len(waiting))
         await asyncio.sleep(0)
         assert len(waiting) == 5
-        return await submit(prompt_ids, sampling)
+        return await submit(prompt_ids, sampling, turn)
 
     loop.submit = watched
 

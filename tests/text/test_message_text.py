@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.text.message_text import MessageText
+from blockdraft.text.message_text import MessageText, TextEncoder
 from blockdraft.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import bare_byte_tokenizer
 
@@ -141,7 +141,7 @@ def test_a_long_conversation_is_searched_in_no_time(tokenizer):
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(250)]
     rust = byte_level()
     rust.add_special_tokens(reserved)
-    words = MessageText(rust)
+    words = MessageText(rust, TextEncoder(rust))
     text = "if a < b and <b>c</b> " * 20_000
     start = time.process_time()
     (marked,) = words.mark(user(text), {}).messages

@@ -222,7 +222,7 @@ def _speculative(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> sche
 
 def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
     """Return the sums by position; positions missing in a shorter tuple count as zeros."""
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+    return list(rows[0]) if len(rows) == 1 else [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 def _ms(seconds: float) -> float:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.request import SamplingParams, Turn
 from blockdraft.engine.streams import Stream
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer, TextAnswer
@@ -56,6 +56,7 @@ from blockdraft.text.tokenizer import Tokenizer
 P = ParamSpec("P")
 T = TypeVar("T")
 Ask = Callable[[], ChatRequest]  # takes long for a long body
+Client = tuple[str, ...]  # the key and the address of whoever asks
 MakeWriter = Callable[[ChatAnswer], Writer]
 LARGE_BODY_BYTES = 1 << 16  # larger bodies are parsed in a thread; arbitrary
 SHORT_BODY_BYTES = 1 << 12  # its text is encoded at once: a thread would take longer to start
@@ -175,7 +176,8 @@ class ApiHost:
     async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
         """Answer a conversation of any API."""
         size = len(await request.body())
-        return await self._answer(request, self._chat(ask, size, head, writer))
+        work = self._chat(ask, size, head, writer, request.state.client)
+        return await self._answer(request, work)
 
     async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
         """Return the number of prompt tokens of a conversation."""
@@ -183,7 +185,7 @@ class ApiHost:
 
     async def completions(self, request: Request) -> Response:
         asked, size = await self.read(request, CompletionRequest), len(await request.body())
-        work = self._complete(asked, size, self._head(request, asked, "cmpl"))
+        work = self._complete(asked, size, self._head(request, asked, "cmpl"), request.state.client)
         return self.ignored.tell(await self._answer(request, work), asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
@@ -216,12 +218,15 @@ class ApiHost:
             "system_fingerprint": info.fingerprint.id,
         }
 
-    async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
+    async def _chat(
+        self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter, client: Client
+    ) -> Response:
         prepared = await self._prepare(ask, size)
+        turn = Turn(prepared.asked.priority, client)
         on_end = self._on_end(head, [prepared.prompt_ids], prepared.sampling)
         answer = ChatAnswer(prepared, head=head, on_end=on_end)
         with renamed({"structured_outputs": prepared.output_field}):
-            streams = await self._submit([prepared.prompt_ids], prepared.sampling)
+            streams = await self._submit([prepared.prompt_ids], prepared.sampling, turn)
             num_prompt = len(prepared.prompt_ids)
             is_stream = prepared.asked.stream
             return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
@@ -250,7 +255,9 @@ class ApiHost:
         check_prompts([prepared.prompt_ids], fields, prepared.sampling, info)
         return prepared
 
-    async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
+    async def _complete(
+        self, asked: CompletionRequest, size: int, head: AnswerObject, client: Client
+    ) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         prompts = await _beside(size, encode_prompts, asked, tokenizer)
@@ -262,14 +269,15 @@ class ApiHost:
             asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts, on_end=on_end
         )
         with renamed({"structured_outputs": asked.output_field}):
-            streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
+            streams = await self._submit(prompts, sampling, Turn(asked.priority, client))
+            num_prompt = sum(map(len, prompts))
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
 
-    async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
+    async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams, turn: Turn) -> list[Stream]:
         """Queue all prompts or none: if one raises an error, the streams of the others are closed."""
         if len(prompts) == 1:
-            return [await self.engine.submit(prompts[0], sampling)]
-        asked = [asyncio.ensure_future(self.engine.submit(prompt_ids, sampling)) for prompt_ids in prompts]
+            return [await self.engine.submit(prompts[0], sampling, turn)]
+        asked = [asyncio.ensure_future(self.engine.submit(one, sampling, turn)) for one in prompts]
         try:
             return list(await asyncio.gather(*asked))
         except BaseException:

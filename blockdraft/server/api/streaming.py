@@ -107,10 +107,12 @@ class EventSource:
         """
         held = ""
         try:
-            held = self._written_beside()
+            held = "" if self._beside is None else self._written_beside()
             for prompt, stream in enumerate(self._streams):
                 while self._beside is None and (delta := stream.take()) is not None:
-                    held += self._event(prompt, _going_on(delta))
+                    if delta.finish_reason == "abort":
+                        delta = _going_on(delta)
+                    held += self._event(prompt, delta)
         except (EngineStopped, BlockdraftError) as error:
             if not self._has_begun and not held:
                 raise
@@ -178,12 +180,16 @@ class EventSource:
             stream.close()
 
 
+_STREAM_FIELDS = {"content-type": "text/event-stream; charset=utf-8", **STREAM_HEADERS}
+_RAW_STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in _STREAM_FIELDS.items()]
+
+
 class AnswerEvents(Response):
     """A response of server-sent events. The engine's streams are closed when it ends."""
 
     def __init__(self, events: EventSource) -> None:
-        super().__init__(media_type="text/event-stream", headers=STREAM_HEADERS)
-        del self.headers["content-length"]
+        self.status_code, self.background, self.body = 200, None, b""
+        self.raw_headers = list(_RAW_STREAM_HEADERS)
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

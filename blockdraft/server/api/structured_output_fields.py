@@ -93,9 +93,13 @@ class StructuredOutputFields(StrictFields):
     guided_grammar: Grammar | None = None
     guided_whitespace_pattern: Grammar | None = None
 
-    @cached_property
+    @property
     def structured_output(self) -> StructuredOutputs | None:
         """Return the requested structured output, or None. Raises RequestError if there are several."""
+        return self._structured_output if self.model_fields_set & _OUTPUT_FIELDS else None
+
+    @cached_property
+    def _structured_output(self) -> StructuredOutputs | None:
         found = self._all
         if len(found) > 1:
             names = " and ".join(dict.fromkeys(name for name, _ in found))
@@ -134,3 +138,6 @@ class StructuredOutputFields(StrictFields):
                 with renamed({"structured_outputs": field}):
                     found.append((field, _output(name, value, whitespace)))
         return found
+
+
+_OUTPUT_FIELDS = frozenset(StructuredOutputFields.model_fields)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
-from blockdraft.server.api.fields import StrictFields
+from blockdraft.server.api.fields import StrictFields, empty
 from blockdraft.server.api.json_schemas import Schema
 from blockdraft.tool_calls.pieces import FunctionTool
 
@@ -86,7 +86,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 class ToolFields(StrictFields):
     """All fields about tools."""
 
-    tools: Tools = Field(default=[])
+    tools: Tools = empty(list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
@@ -111,11 +111,15 @@ class ToolFields(StrictFields):
     @property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
         """Return the tools that the model may call."""
+        if not self.tools:
+            return ()
         chosen = self._chosen
         return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 
     def check_tools(self) -> None:
         """Raise RequestError for schemas that are too large, and for missing or repeated names."""
+        if not self.tools and self.tool_choice in ("none", "auto"):
+            return
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():

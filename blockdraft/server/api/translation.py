@@ -6,7 +6,7 @@ Answers: `PartsWriter` turns the pieces of the answer into parts, which these AP
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -117,7 +117,7 @@ class AnswerPart:
     name: str = ""
     is_whole: bool = False  # the part has ended and was not cut off
     added: list[str] = field(default_factory=list)
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import Any
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.request import Delta, SamplingParams, Turn
 from blockdraft.engine.streams import EngineStopped, Mail
 from blockdraft.engine.watchdog import Watchdog
 from blockdraft.errors import BlockdraftError
 from blockdraft.phases import StartProgress
+from blockdraft.server.engine_link.outbox import Inbox
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ def run_engine(
     step_timeout_s: float,
     recheck_share: float = 0.0,
     has_tokenizer: bool = False,
+    max_wait_s: float = math.inf,
 ) -> None:
     """Serve until the server sends "close" or is gone.
 
@@ -50,7 +53,7 @@ def run_engine(
         server.tell("info", engine_info(engine))
         return engine
 
-    loop = EngineLoop(make, startup, recheck_share)
+    loop = EngineLoop(make, startup, recheck_share, max_wait_s)
     watchdog = Watchdog(
         loop,
         step_timeout_s,
@@ -75,6 +78,7 @@ def _add(
     request_id: str,
     prompt_ids: list[int],
     sampling: SamplingParams,
+    turn: Turn,
     seed: int,
 ) -> None:
     def reply(added: Future[None]) -> None:
@@ -87,7 +91,8 @@ def _add(
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server), seed).add_done_callback(reply)
+    receiver = _RemoteStream(request_id, server)
+    loop.add(prompt_ids, sampling, receiver, turn, seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:
@@ -111,13 +116,14 @@ class _Server:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._inbox = Inbox(connection)
         self._lock = Lock()
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield the server's messages until it sends "close" or is gone."""
         while True:
             try:
-                message = self._connection.recv()
+                message = self._inbox.recv()
             except (EOFError, OSError):
                 return
             if message[0] == "close":

@@ -27,7 +27,7 @@ from blockdraft.errors import CapacityError
 from blockdraft.phases import StartState
 from blockdraft.server.engine_link.engine_process import end_of
 from blockdraft.server.engine_link.live_request import LiveRequest
-from blockdraft.server.engine_link.outbox import Outbox, packed
+from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class RemoteEngine:
         self._child = child
         self._connection = connection
         self._owner = owner
-        self._outbox = Outbox(connection)
+        self._inbox, self._outbox = Inbox(connection), Outbox(connection)
         self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
         self._lock = Lock()  # keeps what is sent and what is live consistent
         self._is_open = True
@@ -142,8 +142,10 @@ class RemoteEngine:
         """Return whether the process is silent: it may be stuck, and may recover."""
         return self._silence.is_long
 
-    def send(self, live: LiveRequest, num_cached: int = 0) -> bool:
+    def send(self, live: LiveRequest, num_cached: int = 0, *, soon: bool = False) -> bool:
         """Send a request; its prompt's first `num_cached` tokens are probably in the cache.
+
+        `soon`: with the others of the running event loop's turn.
 
         Return False if the process has ended. Raise CapacityError if the live requests take too many bytes,
         unless the request is a repeat. Errors of Engine.add arrive later: to wait for them here would cost a
@@ -161,7 +163,7 @@ class RemoteEngine:
             self.work += live.work
             self._live[live.id] = live
             self._num_live_bytes += len(live.message)
-            self._outbox.put(live.message)
+            (self._outbox.put_soon if soon else self._outbox.put)(live.message)
         if live.stream.is_over:  # closed while no engine had the request
             self.abort(live.id)
         return True
@@ -227,7 +229,7 @@ class RemoteEngine:
     def _read(self) -> None:
         try:
             while self.error is None:
-                message = self._connection.recv()
+                message = self._inbox.recv()
                 self._silence.hear()
                 self._take(message)
             self.kill()  # it has failed and said why: other engines continue its requests

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from threading import Event, Lock, Thread
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import SamplingParams, new_request_id
+from blockdraft.engine.request import ANYONE, SamplingParams, Turn, new_request_id
 from blockdraft.engine.seeds import mix
 from blockdraft.engine.stats import Snapshot, combined
 from blockdraft.engine.streams import EngineStopped, Outlets, StepFailed, Stream
@@ -170,7 +170,7 @@ class Replicas:
             for one in self._replicas
         ]
 
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn = ANYONE) -> Stream:
         """Queue a prompt. Raise EngineStopped if nobody can take it, and CapacityError if too much waits."""
         if self.error is not None:
             raise EngineStopped(self._why())
@@ -178,8 +178,8 @@ class Replicas:
         if state != "ready" and not (state == "starting" and self.engine_info is not None):
             raise EngineStopped(f"the engine is {state}.")
         stream = Stream(new_request_id(), self._outlets.here(), self.abort)
-        live = await self._live(stream, prompt_ids, sampling)
-        self._route(live)
+        live = await self._live(stream, prompt_ids, sampling, turn)
+        self._route(live, soon=True)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -220,7 +220,9 @@ class Replicas:
 
     # ---- requests
 
-    async def _live(self, stream: Stream, prompt_ids: Items[int], sampling: SamplingParams) -> LiveRequest:
+    async def _live(
+        self, stream: Stream, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn
+    ) -> LiveRequest:
         """Return the request, packed. Long prompts and structured outputs are packed in a thread."""
         info = self.engine_info
         page_size = 0 if self._is_alone or info is None or not info.has_prefix_cache else info.page_size
@@ -244,7 +246,7 @@ class Replicas:
                 "the structured output's schema nests too deep: flatten it.", "structured_outputs"
             ) from None
 
-    def _route(self, live: LiveRequest) -> None:
+    def _route(self, live: LiveRequest, *, soon: bool = False) -> None:
         """Send a request to the best replica, or let it wait until one is ready."""
         while True:
             with self._lock:
@@ -257,7 +259,7 @@ class Replicas:
                 best.num_sent += 1
                 engine = best.engine
                 assert engine is not None, "it is ready"
-            if engine.send(live, num_cached):
+            if engine.send(live, num_cached, soon=soon):
                 return
 
     def _best(self, live: LiveRequest) -> tuple[Replica | None, int]:

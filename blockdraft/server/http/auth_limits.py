@@ -8,14 +8,17 @@ begins. connection.py limits the time a client takes for its head and for readin
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
-import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -23,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.http.logs import AccessRecord
 from blockdraft.server.http.replies import (
     INVALID,
     VERSION_HEADER,
@@ -30,7 +34,7 @@ from blockdraft.server.http.replies import (
     error_response,
     is_anthropic,
 )
-from blockdraft.server.http.routing import no_such_path
+from blockdraft.server.http.routing import BODY, no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
 # These paths need no API key; if keys are set, all others do. vLLM does the same for probes and metrics. The
@@ -43,7 +47,8 @@ RETRY_AFTER_S = 1  # arbitrary
 DRAIN_FACTOR = 8  # bodies up to this many limits are read to the end, so that clients read the answer
 PREFLIGHT_AGE_S = 600
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_VERSION_HEADER = VERSION_HEADER.encode()
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -64,18 +69,29 @@ class _Head:
     id: str
     method: str
     path: str
-    headers: dict[str, str]  # the first value of each name
+    headers: dict[bytes, bytes]  # the first value of each name
     raw: list[tuple[bytes, bytes]]
     num_bytes: int
 
     @property
     def has_body(self) -> bool:
-        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+        return self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers
 
     @property
     def is_preflight(self) -> bool:
-        asked = ("origin", "access-control-request-method")
-        return self.method == "OPTIONS" and all(name in self.headers for name in asked)
+        if self.method != "OPTIONS":
+            return False
+        return b"origin" in self.headers and b"access-control-request-method" in self.headers
+
+    def value(self, name: bytes, default: str = "") -> str:
+        """Return the first value of a header."""
+        value = self.headers.get(name)
+        return default if value is None else value.decode("latin-1")
+
+    @property
+    def has_version(self) -> bool:
+        """Return whether the client is one of Anthropic's."""
+        return _VERSION_HEADER in self.headers
 
     def values(self, name: bytes) -> list[str]:
         """Return all values of a header."""
@@ -86,13 +102,18 @@ class AuthLimits:
     """An ASGI application that checks requests before it calls another one."""
 
     def __init__(
-        self, app: ASGIApp, options: ServerOptions, has_path: Callable[[Scope], bool] = lambda scope: True
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        has_path: Callable[[Scope], bool] = lambda scope: True,
+        refused: Counter[str] | None = None,
     ) -> None:
         self._app = app
         self._has_path = has_path  # whether the application has a scope's path, whatever its method
         self._options = options
         self._keys = tuple(_digest(key.encode()) for key in options.api_keys)
         self._num_open = 0
+        self._refused = Counter() if refused is None else refused  # requests, by reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -113,7 +134,9 @@ class AuthLimits:
                 await reply.preflight()
                 return
             else:
-                refusal = self._refusal(head, scope)
+                number = self._key_number(head)
+                state["client"] = _client(number, scope)
+                refusal = self._refusal(head, scope, has_key=number is not None)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -121,18 +144,18 @@ class AuthLimits:
         finally:
             reply.log()
 
-    def _refusal(self, head: _Head, scope: Scope) -> Response | None:
+    def _refusal(self, head: _Head, scope: Scope, *, has_key: bool) -> Response | None:
         """Return the refusal of a request with an unacceptable head; None if the head is acceptable."""
         # Browsers always send the Host header, so a page of another name cannot avoid this check.
-        hosts = self._options.allowed_hosts if "host" in head.headers else ()
-        if hosts and _host(head.headers) not in hosts:
+        hosts = self._options.allowed_hosts if b"host" in head.headers else ()
+        if hosts and _host(head.value(b"host")) not in hosts:
             return error_response(
                 421,
                 "this server does not accept that Host header: use the address it announced, or start it "
                 "with the name among its allowed hosts.",
                 INVALID,
             )
-        if not self._is_allowed(head):
+        if self._keys and not has_key and not _is_open(head.path):
             text = "no valid API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
@@ -142,26 +165,30 @@ class AuthLimits:
             return error_response(404, no_such_path(head.path), INVALID)
         return wrong
 
-    def _is_allowed(self, head: _Head) -> bool:
+    def _key_number(self, head: _Head) -> int | None:
+        """Return the number of the key that a request has; None if it has no valid one or needs none."""
         if not self._keys or _is_open(head.path):
-            return True
+            return None
         given = head.values(b"authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        is_bearer = self._is_known(key) and scheme.lower() == "bearer"
+        bearer = self._number_of(key)
         plain = head.values(b"x-api-key")  # Anthropic's clients put the key here
-        return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
+        number = self._number_of(plain[0]) if len(plain) == 1 else None
+        return number if number is not None or scheme.lower() != "bearer" else bearer
 
-    def _is_known(self, key: str) -> bool:
+    def _number_of(self, key: str) -> int | None:
+        """Return the number of a key; None if it is not valid."""
         # Compare digests of equal length, with all keys, so that the time reveals nothing about the keys.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return any(matches)
+        return matches.index(True) if any(matches) else None
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Run the application. Return a refusal if there are too many requests or the body is not valid."""
         if head.path in PROBES:  # always and at once: a supervisor may end a server that does not answer
             return await self._run(scope, _replay(b"", receive), reply)
         if self._num_open >= self._options.max_connections:
+            self._refused["connections"] += 1
             text = f"the server answers {self._options.max_connections} requests already: try again later."
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
@@ -171,6 +198,7 @@ class AuthLimits:
                 body = await self._read_body(head, receive)
             if body is None or isinstance(body, Response):
                 return body
+            scope[BODY] = body
             return await self._run(scope, _replay(body, receive), reply)
         finally:
             self._num_open -= 1
@@ -178,7 +206,9 @@ class AuthLimits:
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
         """Read all of the body, within limits; None if the client has gone."""
         limit = self._options.max_body_bytes
-        if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
+        if _announced(head) > limit and (
+            b"expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit
+        ):
             return _too_large(limit)
         body, num_bytes, has_more = bytearray(), 0, True
         try:
@@ -226,7 +256,7 @@ class _Reply:
         self._head = head
         self._state = state  # the application may have taken another id from the body
         self._send = send
-        origin = head.headers.get("origin")
+        origin = head.value(b"origin")
         self._origin = origin if origin in options.cors_origins else None
         self._has_cors = bool(options.cors_origins)
         self._start_s = time.monotonic()
@@ -242,43 +272,38 @@ class _Reply:
         # The rest of the body is not read, so the connection cannot take another request.
         refusal.headers["connection"] = "close"
         if isinstance(refusal, ErrorResponse):
-            has_version = VERSION_HEADER in self._head.headers
+            has_version = self._head.has_version
             refusal = refusal.of(self._head.path, self._state["request_id"], has_version=has_version)
         await self._whole(refusal)
 
     async def preflight(self) -> None:
         """Answer a browser that asks whether a page of another origin may call this server."""
         if self._origin is None:
-            origin = self._head.headers.get("origin", "")[:200]
+            origin = self._head.value(b"origin")[:200]
             state = "the server has other CORS origins" if self._has_cors else "CORS is off"
             text = (
                 f"no web page of '{origin}' may call, as {state}: start the server with --cors-origin ORIGIN."
             )
             await self.refuse(error_response(403, text, INVALID))
             return
-        asked = self._head.headers.get("access-control-request-headers", "")
+        asked = self._head.value(b"access-control-request-headers")
         headers = {
             "access-control-allow-methods": "GET, POST, DELETE",
             "access-control-allow-headers": asked,  # this origin may send any header
             "access-control-max-age": str(PREFLIGHT_AGE_S),
         }
-        if "access-control-request-private-network" in self._head.headers:
+        if b"access-control-request-private-network" in self._head.headers:
             headers["access-control-allow-private-network"] = "true"
         given = {name: value for name, value in headers.items() if value}
         await self._whole(Response(status_code=204, headers=given))
 
     def log(self) -> None:
-        """Log the path without its query, which may hold secrets, and quoted, so that it is one line."""
-        seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
-        status = "gone" if self.status is None else self.status
-        access_log.info(
-            "%s %s %s in %.3f s",
-            self._head.method,
-            path,
-            status,
-            seconds,
-            extra={"request_id": self._state["request_id"]},
-        )
+        """Log the path without its query, which may hold secrets."""
+        if access_log.isEnabledFor(logging.INFO):
+            seconds, path = time.monotonic() - self._start_s, _shown_path(self._head.path)
+            status = "gone" if self.status is None else self.status
+            text = f"{self._head.method} {path} {status} in {seconds:.3f} s"
+            access_log.handle(AccessRecord(access_log.name, text, self._state["request_id"]))
 
     async def _whole(self, response: Response) -> None:
         """Send an answer of our own."""
@@ -290,10 +315,10 @@ class _Reply:
     def _with_headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         raw = [field for field in given if field[0] != b"x-request-id"]
         names = {name for name, _ in raw}
-        raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
-        has_version = VERSION_HEADER in self._head.headers
-        if is_anthropic(self._head.path, has_version=has_version):  # the name that Anthropic's clients expect
-            raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
+        request_id = self._state["request_id"].encode("latin-1")
+        raw.append((b"x-request-id", request_id))
+        if is_anthropic(self._head.path, has_version=self._head.has_version):
+            raw.append((b"request-id", request_id))  # the name that Anthropic's clients expect
         raw += [field for field in _RAW_HEADERS if field[0] not in names]
         if not self._has_cors:
             return raw
@@ -307,15 +332,26 @@ class _Reply:
 
 
 def _head(scope: Scope) -> _Head:
-    raw: list[tuple[bytes, bytes]] = list(scope["headers"])
-    headers: dict[str, str] = {}
+    raw: list[tuple[bytes, bytes]] = scope["headers"]
     num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
-    for name, value in raw:
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
-        num_bytes += len(name) + len(value) + 4  # ": " and the line's end
-    given = headers.get("x-request-id", "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    num_bytes += sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)  # ": " and the line's end
+    headers = dict(reversed(raw))
+    given = headers.get(b"x-request-id", b"")
+    is_valid = given and _REQUEST_ID.fullmatch(given)
+    request_id = given.decode() if is_valid else secrets.token_hex(16)
     return _Head(request_id, scope["method"], scope["path"], headers, raw, num_bytes)
+
+
+def _client(key_number: int | None, scope: Scope) -> tuple[str, str]:
+    """Return the number of the key, if there is one, and the address: clients take turns."""
+    address = scope.get("client")
+    return "" if key_number is None else str(key_number), "" if address is None else str(address[0])
+
+
+@functools.lru_cache(256)
+def _shown_path(path: str) -> str:
+    """Return the path quoted, so that it is one line."""
+    return quote(path[:200])
 
 
 def _is_open(path: str) -> bool:
@@ -326,11 +362,13 @@ def _wrong_body(head: _Head) -> Response | None:
     """Return the refusal of a body that is not JSON, which other origins can send without a preflight."""
     if not head.has_body:
         return None
-    kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = head.value(b"content-type")
+    if kind != "application/json":
+        kind = kind.partition(";")[0].strip().lower()
     if kind != "application/json":
         text = f"the body has the type '{kind[:100]}': use 'Content-Type: application/json'."
         return error_response(415, text, INVALID)
-    encoding = head.headers.get("content-encoding", "identity").lower()
+    encoding = head.value(b"content-encoding", "identity").lower()
     if encoding != "identity":
         text = "the body is compressed: send it as it is, without Content-Encoding."
         return error_response(415, text, INVALID)
@@ -343,13 +381,13 @@ def _too_large(limit: int) -> Response:
 
 def _announced(head: _Head) -> int:
     """Return the Content-Length; 0 if it is missing. The parser has checked it."""
-    text = head.headers.get("content-length", "0")
+    text = head.value(b"content-length", "0")
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
-def _host(headers: dict[str, str]) -> str:
-    """Return the name in the Host header, without port and brackets."""
-    host = headers.get("host", "").lower()
+def _host(value: str) -> str:
+    """Return the name in a Host header, without port and brackets."""
+    host = value.lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

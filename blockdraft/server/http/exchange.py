@@ -236,17 +236,17 @@ class Exchange:
     def _begin(self, status: int, headers: Headers) -> None:
         """Prepare the head, and write it in the event loop's next turn at the latest."""
         self.has_begun, self._awaits_continue = True, False
-        lines, says_close = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status], False
-        for name, value in (*self._line.default_headers, *headers):
-            if b"\n" in value or b"\r" in value or b"\0" in value or not name.isascii():
-                raise RuntimeError("a header of the answer is not valid.")
+        fields, says_close = [*self._line.default_headers, *headers], False
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        lines += [b"%b: %b\r\n" % field for field in fields]
+        _check_lines(lines)
+        for name, value in fields:
             if name == b"content-length":
                 self._num_left = int(value)
             elif name == b"connection" and b"close" in value.lower():
                 self._keeps_alive, says_close = False, True
             elif name == b"content-type":
                 self._is_event_stream = value.startswith(b"text/event-stream")
-            lines.append(b"%b: %b\r\n" % (name, value))
         self._has_body = self._has_body and status not in _BODILESS
         if self._num_left is None and self._has_body:
             self._is_chunked = self.scope["http_version"] == "1.1"
@@ -265,3 +265,12 @@ class Exchange:
         head, self._head = self._head, b""
         if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)
+
+
+def _check_lines(lines: list[bytes]) -> None:
+    """Raise RuntimeError if a header has a line end or a NUL in it, or a name that is not ASCII."""
+    text = b"".join(lines)
+    num_ends = len(lines)
+    is_split = text.count(b"\n") != num_ends or text.count(b"\r") != num_ends or b"\0" in text
+    if is_split or not (text.isascii() or all(line.partition(b":")[0].isascii() for line in lines)):
+        raise RuntimeError("a header of the answer is not valid.")

@@ -59,8 +59,15 @@ def http_protocol(options: ServerOptions) -> type[HttpConnection]:
 UNHEALTHY_GRACE_S = 3.0  # from the engine's loss to the end of the process: /health reports it; arbitrary
 FLUSH_S = 5  # for complete answers to reach their clients; arbitrary
 DRAIN_INTERVAL_S = 0.02
+GC_THRESHOLD = 20_000  # objects more than before that the youngest generation may hold: some 4 MB; arbitrary
 
 log = logging.getLogger("blockdraft")
+
+
+def settle_memory() -> None:
+    """Note that the objects made so far stay, and collect garbage less often: a tenth of a request's cost."""
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 class Service(Protocol):
@@ -136,7 +143,7 @@ class DrainingServer(uvicorn.Server):
             if not was_ready and self._service.startup.state == "ready":
                 on_ready()
                 was_ready = True
-                gc.freeze()  # these objects stay: later collections need not scan them
+                settle_memory()
             time.sleep(0.05)
         if was_ready:
             time.sleep(UNHEALTHY_GRACE_S)

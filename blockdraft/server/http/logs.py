@@ -6,9 +6,11 @@ place, because its message may quote what the client sent.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -23,6 +25,16 @@ def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: Te
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter((JsonLines if is_json else TextLines)(secrets))
     logging.basicConfig(handlers=[handler], level=level, force=True)
+
+
+_BLANK = vars(logging.makeLogRecord({"levelno": logging.INFO, "levelname": "INFO"}))
+
+
+class AccessRecord(logging.LogRecord):
+    """The record of one answered request. Logging's own way to make one takes three times as long."""
+
+    def __init__(self, name: str, text: str, request_id: str) -> None:
+        vars(self).update(_BLANK, name=name, msg=text, request_id=request_id, created=time.time())
 
 
 class _Lines(logging.Formatter):
@@ -69,8 +81,12 @@ class TextLines(_Lines):
 
 
 def _time(record: logging.LogRecord) -> str:
-    moment = datetime.fromtimestamp(record.created, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return f"{_second(int(record.created))}.{int(record.created % 1 * 1000):03d}Z"
+
+
+@functools.lru_cache(4)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _error(record: logging.LogRecord) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -168,12 +169,12 @@ def _state_response(body: Mapping[str, object], *, is_ok: bool, state: object) -
 
 def event(data: Mapping[str, object]) -> str:
     """Return one server-sent event."""
-    return f"data: {json_of(data)}\n\n"
+    return f"data: {orjson.dumps(data).decode()}\n\n"
 
 
 def named_event(name: str, data: Mapping[str, object]) -> str:
     """Return one server-sent event with a name, as the newer APIs send it."""
-    return f"event: {name}\ndata: {json_of(data)}\n\n"
+    return f"event: {name}\ndata: {orjson.dumps(data).decode()}\n\n"
 
 
 def live_response(request: Request, events: AsyncIterator[Mapping[str, object]]) -> Response:

@@ -50,10 +50,11 @@ _HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The replicas behind the server, and the requests that one of them continued for another."""
+    """The replicas behind the server, and what the server itself counts."""
 
     replicas: Items[ReplicaStatus]
-    num_repeated: int = 0
+    num_repeated: int = 0  # requests that one replica continued for another
+    num_refused: int = 0  # requests beyond the limit of requests at once
 
 
 def render(
@@ -119,6 +120,11 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         "reason",
     )
     yield from _cache(snapshot, labels)
+    text = "Requests that were answered with 429, by reason."
+    refused = {"queue_full": snapshot.num_refused_full, "long_wait": snapshot.num_refused_wait}
+    yield _counter("blockdraft:requests_refused", text, refused, labels, "reason")
+    text = "Seconds that a new request would wait for a row."
+    yield _gauge("blockdraft:expected_wait_seconds", text, snapshot.expected_wait_s, labels)
     for counter, text, value in (
         (
             "vllm:prefix_cache_queries",
@@ -214,6 +220,9 @@ def _replicas(served: Served, name: str) -> Iterator[Metric]:
     yield from (ready, live, restarts)
     text = "Requests of lost replicas that others continued."
     yield _counter("blockdraft:repeated_requests", text, served.num_repeated, {"model_name": name})
+    text = "Requests that were answered with 503, because too many were being answered."
+    first = {"model_name": name, "engine": ENGINE}
+    yield _counter("blockdraft:connections_refused", text, served.num_refused, first)
 
 
 def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:

@@ -29,6 +29,7 @@ from blockdraft.server.api.fields import (
     TemplateKwargs,
     TokenId,
     Unsupported,
+    empty,
     whole_fields,
 )
 from blockdraft.server.api.structured_output_fields import StructuredOutputFields
@@ -152,10 +153,10 @@ class _Generation(StructuredOutputFields, AnyBody):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: Biases = Field(default={})
+    logit_bias: Biases = empty(dict)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: Stops = Field(default=[])
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    stop: Stops = empty(list)
+    stop_token_ids: list[TokenId] = empty(list, max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_INT)
@@ -166,6 +167,7 @@ class _Generation(StructuredOutputFields, AnyBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
+    priority: int = Field(default=0, ge=-MAX_INT, le=MAX_INT)  # lower numbers go first
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     speculative: SpeculativeField = Speculative()
 
@@ -190,7 +192,8 @@ class _Generation(StructuredOutputFields, AnyBody):
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: object
     ) -> SamplingParams:
         """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
-        given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        values = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given = {name: value for name, value in values.items() if value is not None}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         given["structured_outputs"] = self.structured_output
         return SamplingParams(**{**defaults, **given, **last})
@@ -205,7 +208,7 @@ class ChatRequest(ToolFields, _Generation):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     split_special_tokens: bool = True  # transformers' name: markup in a message's text is text
-    chat_template_kwargs: TemplateKwargs = Field(default={})
+    chat_template_kwargs: TemplateKwargs = empty(dict)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name; the next one wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     logprobs: bool = False
@@ -253,7 +256,7 @@ class ChatRequest(ToolFields, _Generation):
 class ThinkingTokens(StrictFields):
     """The tokens around the thoughts before an answer; structured output does not restrict the thoughts."""
 
-    open_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    open_ids: list[TokenId] = empty(list, max_length=MAX_STOPS)
     close_ids: list[TokenId] = Field(min_length=1, max_length=MAX_STOPS)
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
 
@@ -316,8 +319,8 @@ class TokenizeRequest(AnyBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     split_special_tokens: bool = True
-    chat_template_kwargs: TemplateKwargs = Field(default={})
-    tools: Tools = Field(default=[])
+    chat_template_kwargs: TemplateKwargs = empty(dict)
+    tools: Tools = empty(list)
     return_token_strs: bool = False
 
     def check(self) -> None:

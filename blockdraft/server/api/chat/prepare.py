@@ -212,12 +212,13 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
     elif tags is not None:
         is_inside = begins_inside(tags, dialect.tokenizer, prompt_ids)
     output = _structured_output(asked, dialect, sampling.structured_outputs)
-    sampling = replace(
-        sampling,
-        structured_outputs=output,
-        thinking=_thinking(asked, dialect, prompt_ids, is_inside=is_inside, is_structured=output is not None),
-        skip_special_tokens=asked.skip_special_tokens and not _shown_tags(asked, dialect),
-    )
+    thinking = _thinking(asked, dialect, prompt_ids, is_inside=is_inside, is_structured=output is not None)
+    is_skipping = asked.skip_special_tokens and not _shown_tags(asked, dialect)
+    same = sampling.structured_outputs is output and sampling.skip_special_tokens is is_skipping
+    if not same or thinking is not None:
+        sampling = replace(
+            sampling, structured_outputs=output, thinking=thinking, skip_special_tokens=is_skipping
+        )
     return PreparedChat(asked, dialect, prompt_ids, sampling, is_inside)
 
 

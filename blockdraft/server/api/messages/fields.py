@@ -19,6 +19,7 @@ from blockdraft.server.api.fields import (
     StrictFields,
     Unsupported,
     an_object,
+    empty,
     needs,
     validate,
     whole,
@@ -250,7 +251,7 @@ class CountTokensRequest(AnyBody):
 
     messages: Turns
     system: str | list[Text] | None = None
-    tools: Tools = Field(default=[])
+    tools: Tools = empty(list)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings = OutputSettings()
@@ -325,7 +326,7 @@ class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_INT)
-    stop_sequences: StopSequences = Field(default=[])
+    stop_sequences: StopSequences = empty(list)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)

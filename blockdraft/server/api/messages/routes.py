@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from functools import partial
 
 from starlette.requests import Request
@@ -129,7 +129,7 @@ def _input(arguments: str) -> dict[str, object]:
 def routes(host: ApiHost) -> list[Route]:
     async def create(request: Request) -> Response:
         asked = await host.read(request, MessagesRequest)
-        head = host.head(f"msg_{uuid.uuid4().hex}")
+        head = host.head(f"msg_{secrets.token_hex(16)}")
         with renamed(NAMES):
             answer = await host.converse(request, asked.chat, head, partial(MessageWriter, asked, head))
         return host.ignored.tell(answer, asked)

@@ -21,6 +21,7 @@ from blockdraft.server.api.fields import (
     TemplateKwargs,
     Unsupported,
     an_object,
+    empty,
     validate,
 )
 from blockdraft.server.api.json_schemas import Schema
@@ -246,7 +247,7 @@ class InputTokensRequest(AnyBody):
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID)
-    tools: Tools = Field(default=[])
+    tools: Tools = empty(list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextSettings = TextSettings()
@@ -292,8 +293,8 @@ class ResponsesRequest(InputTokensRequest):
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    include: Includes = Field(default=[])
-    metadata: Metadata = Field(default={})
+    include: Includes = empty(list)
+    metadata: Metadata = empty(dict)
     user: str | None = None
     # Our own fields, as in chat completions.
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from functools import partial
 from typing import cast
 
@@ -55,7 +55,7 @@ class _ResponsesApi:
 
     async def create(self, request: Request) -> Response:
         asked = await self._host.read(request, ResponsesRequest)
-        head = self._host.head(f"resp_{uuid.uuid4().hex}")
+        head = self._host.head(f"resp_{secrets.token_hex(16)}")
         with renamed(NAMES):
             conversation = self._conversation(asked)
             ask = partial(self._ask, asked, conversation)
