@@ -237,10 +237,10 @@ def test_a_submission_cancelled_before_the_engine_sees_it_never_runs(engine, loo
 def test_a_submission_cancelled_while_the_engine_takes_it_is_aborted(engine, loop, monkeypatch):
     entered, cancelled, add = threading.Event(), threading.Event(), engine.add
 
-    def slow_add(*args):
+    def slow_add(*args, **more):
         entered.set()
         assert cancelled.wait(30)
-        return add(*args)
+        return add(*args, **more)
 
     async def cancel_inside():
         task = asyncio.create_task(submit(loop, PROMPT, LONG))

@@ -232,6 +232,30 @@ def test_a_repeat_is_cut_where_the_client_is():
     assert live.take(delta([9])) is None
 
 
+def test_a_repeat_ends_in_the_engine_when_the_choices_that_are_left_have_ended():
+    two = SamplingParams(n=2, temperature=3.0, max_tokens=200, stop=[" t9", " t1"], ignore_eos=True)
+    asked = [([1, 2, 3], replace(two, seed=seed)) for seed in range(20)]
+    lengths = [[len(one.token_ids) for one in answer] for answer in undisturbed(asked)]
+    seed = next(seed for seed, (first, second) in enumerate(lengths) if second > first + 20)
+
+    async def run(remote):
+        stream = Stream("r", EventLoopOutlet(asyncio.get_running_loop()), remote.abort)
+        message = packed(("add", "r", [1, 2, 3], two, ANYONE, seed))
+        live = LiveRequest(stream, message, num_choices=2, num_prompt=3)
+        live.take(delta([4], index=1, finish_reason="stop"))
+        live.begin_repeat()
+        remote.engines[0].send(live)
+        found = [one async for one in stream]
+        assert remote.num_live == 0
+        return found, await remote.snapshot()
+
+    with remote_engine(made(0.003)) as remote:
+        found, counts = asyncio.run(run(remote))
+    assert {one.index for one in found} == {0}
+    assert sum(len(one.token_ids) for one in found) == lengths[seed][0]
+    assert counts.generation_tokens < sum(lengths[seed])
+
+
 def test_the_times_of_a_repeat_count_from_the_request(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(live_request_module.time, "monotonic", lambda: now_s[0])
@@ -338,10 +362,14 @@ def test_a_closed_stream_is_forgotten_wherever_its_request_is():
         await asyncio.to_thread(wait_until, lambda: states(remote) == ["ready", "ready"])
         late = live_request()
         late.message = packed(("add", late.id, [1, 2, 3], long, ANYONE, 0))
+        late.stream.outlet = EventLoopOutlet(asyncio.get_running_loop())
         late.stream.is_over = True  # closed while no engine had it
+        before, *_ = await remote.snapshots()
         remote.engines[0].send(late)
         while remote.num_live:
             await asyncio.sleep(0.01)
+        after, *_ = await remote.snapshots()
+        assert after.finished["abort"] == before.finished.get("abort", 0) + 1
         while any(one is not None and one.num_running for one in await remote.snapshots()):
             await asyncio.sleep(0.01)
 
@@ -380,7 +408,7 @@ def test_a_lost_engine_leaves_nothing_behind_for_the_garbage_collector():
 
 def test_a_prompt_goes_to_the_replica_that_has_its_beginning():
     """By the engines' own counters of tokens found in their caches."""
-    beginnings = [[1 + (7 * number + i) % 50 for i in range(6 * PAGE)] for number in range(4)]
+    beginnings = [[1 + (7 * number + i) % 50 for i in range(6 * PAGE)] for number in range(3)]
     once = SamplingParams(temperature=0.0, max_tokens=1)
 
     async def one_by_one(remote):
@@ -391,8 +419,9 @@ def test_a_prompt_goes_to_the_replica_that_has_its_beginning():
 
     with remote_engines(made(), made()) as remote:
         snapshots = asyncio.run(one_by_one(remote))
-    assert sum(one.num_cached_tokens for one in snapshots) == 4 * 4 * 6 * PAGE  # every turn but the first
-    assert [one.prompt_tokens for one in snapshots] == [2 * 5 * (6 * PAGE + 2)] * 2  # two beginnings each
+    assert sum(one.num_cached_tokens for one in snapshots) == 4 * 3 * 6 * PAGE  # every turn but the first
+    each = 5 * (6 * PAGE + 2)
+    assert [one.prompt_tokens for one in snapshots] == [2 * each, each]  # not in turns
 
 
 def test_a_shared_beginning_does_not_keep_all_requests_on_one_replica():

@@ -229,9 +229,7 @@ class Replicas:
         seed = mix(self._seed, next(self._numbers))  # if `sampling` has none: a repeat gets the same one
 
         def work() -> LiveRequest:
-            message = packed(
-                ("add", stream.request_id, prompt_ids, sampling, seed)
-            )  # Engine.add makes a tuple
+            message = packed(("add", stream.request_id, prompt_ids, sampling, turn, seed))
             pages = page_hashes(prompt_ids, page_size, sampling.cache_salt) if page_size else ()
             return LiveRequest(
                 stream, message, num_choices=sampling.n, num_prompt=len(prompt_ids), pages=pages
