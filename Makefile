@@ -94,7 +94,7 @@ rehearse: .venv/installed-dev
 	touch $@
 
 .venv/installed-browser: .venv/installed-dev
-	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
+	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev,browser,deploy]'
 	touch $@
 
 # Packages that tests compare drafters with; only files that need no other package are used.

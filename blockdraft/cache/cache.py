@@ -104,7 +104,7 @@ class Cache:
         With `shift`, the tokens begin that many positions after `length`, or at 0 if it were negative.
 
         Set `is_known` for tokens of a prompt: they need no verification, so recurrent layers fold them at
-        once. `offsets` is described in Blocks.
+        once, as they do with a block's first token if it is alone. `offsets` is described in Blocks.
         """
         active = rows.active
         if isinstance(counts, int):
@@ -128,7 +128,8 @@ class Cache:
             tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
         told = counts if offsets is None else None
-        scan = Scan(active, starts, told, is_known, begins, max(counts, default=0), rows.saves)
+        most = max(counts, default=0)
+        scan = Scan(active, starts, told, is_known or most <= 1, begins, most, rows.saves)
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:

@@ -38,7 +38,7 @@ class Scan(NamedTuple):
     rows: Tensor  # [R]
     starts: Tensor  # [R]
     counts: tuple[int, ...] | None  # None: only `offsets` gives the counts
-    is_known: bool  # tokens of a prompt: committed at once, without a tape
+    is_known: bool  # tokens of a prompt, or blocks of one token: committed at once, without a tape
     offsets: Tensor | None = None  # [R + 1] where each row's tokens begin in the stream; for a GPU
     max_count: int = 0  # upper limit of tokens per row; with `offsets`
     saves: SaveTable | None = None
@@ -102,6 +102,8 @@ class RecurrentStates:
         self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
     ) -> Tensor:
         """Scan x [N, C], in row order, with logits beta and gate [N, H]; return the reads [N, H, V]."""
+        if where.is_known:  # a block that was not committed until now never is
+            self._block, self._block_in_place = {}, None
         in_place = self._kernels.scan_in_place
         if in_place is not None:
             tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
@@ -166,15 +168,21 @@ class RecurrentStates:
         return read.flatten(0, 1)
 
     def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
-        """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R]."""
+        """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R].
+
+        If they were scanned as known tokens, there is nothing left to do.
+        """
         in_place = self._kernels.scan_in_place
         if in_place is not None:
             whole, self._block_in_place = self._block_in_place, None
-            assert whole is not None
+            if whole is None:
+                return
             assert len(whole.layers) == self.num_layers, "every layer has scanned the block"
             in_place.fold(whole.tape, self._at(rows, starts, whole.where), num_committed)
             return
         block, self._block = self._block, {}
+        if not block:
+            return
         assert len(block) == self.num_layers, "every layer has scanned the block"
         saving = self._saving(block[0], rows, starts, num_committed)
         for layer, part in block.items():

@@ -56,6 +56,7 @@ ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and 
 MAX_STATES = 512  # beyond, finding the state to evict would take long
 CACHE_SHARE = 0.25  # the largest share of a CPU's free memory, because the machine has other work too
 CPU_CACHE_BYTES = 1 << 30  # on a CPU, unless two full contexts take more: old prompts fill any cache
+MEMORY_FOR_LARGE_CHUNKS = 64 << 30  # of a GPU: activations of large chunks take some GB
 WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; a measurement replaces it
 # Of unified memory: above it whole machines froze (vllm#46307), because the system's programs use it too.
 UNIFIED_SHARE = 0.85
@@ -209,8 +210,7 @@ class _Resolver:
             check_on_card(kv, dtype, model, self.machine)
         self.reasons |= kv.reasons
         overlap = take("overlap", (False, NO_GAIN), (True, "it hides the host's work"))
-        defaults = ((256, "the default on a CPU"), (2048, "the default on a GPU"))
-        chunk = take("max_prefill_tokens", *defaults)
+        chunk = take("max_prefill_tokens", (256, "the default on a CPU"), self._chunk_on_gpu(memory))
         needs = self._needs(kv, dtype, block, chunk * (1 + overlap))
         contexts = 2 * model.max_positions * needs.token
         total = self._cache_bytes(held, contexts)
@@ -251,6 +251,11 @@ class _Resolver:
             ),
             reasons=self.reasons,
         )
+
+    def _chunk_on_gpu(self, memory: int) -> tuple[int, str]:
+        if any(layer.moe for layer in self.model.layers) and memory >= MEMORY_FOR_LARGE_CHUNKS:
+            return 8192, "each chunk reads all experts, and the GPU has memory for large ones"
+        return 2048, "the default on a GPU"
 
     def _explain_devices(self) -> None:
         """Record the reasons for drafter, device and memory share, which are resolved before the plan."""

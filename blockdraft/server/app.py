@@ -21,7 +21,13 @@ from blockdraft.server.api.responses.routes import routes as response_routes
 from blockdraft.server.api.schemas import Version
 from blockdraft.server.engine_link.replicas import Replicas
 from blockdraft.server.http.auth_limits import AuthLimits
-from blockdraft.server.http.replies import health_of, live_response, start_response, status_response
+from blockdraft.server.http.replies import (
+    health_of,
+    live_response,
+    server_info_response,
+    start_response,
+    status_response,
+)
 from blockdraft.server.http.routing import HANDLERS, FastRoutes
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_feed import LoopFeed, live_events
@@ -85,6 +91,7 @@ class _State:
             Route("/ready", self.ready),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
+            Route("/server_info", self.server_info),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
             Route("/events", self.events),
@@ -114,6 +121,9 @@ class _State:
     async def version(self, request: Request) -> Response:
         version: Version = {"version": __version__}
         return JSONResponse(version)
+
+    async def server_info(self, request: Request) -> Response:
+        return server_info_response(self.name)
 
     async def metrics(self, request: Request) -> Response:
         engine, unknown = self.engine, Stats().snapshot(Load())

@@ -21,7 +21,7 @@ REFERENCE = {"bench-schema.md", "cli.md", "models.md", "settings.md"}  # tables,
 MAX_LINES = 110  # two screens
 MAX_PICTURE_BYTES = 300_000
 ROOMS = [path.name for path in (ROOT / "blockdraft").iterdir() if path.is_dir() and path.name.isidentifier()]
-FOLDERS = ("blockdraft", "tests", "benchmarks", "docs", "scripts", "container", *ROOMS)
+FOLDERS = ("blockdraft", "tests", "benchmarks", "docs", "scripts", "container", "deploy", *ROOMS)
 
 
 def named(page):

@@ -200,6 +200,7 @@ def test_make_test_all_installs_the_packages_that_skipped_tests_ask_for(clone):
     assert len(asked) >= 3
     words = [line.split() for line in told(clone, "test-all")[1] if "--no-deps" in line]
     assert any(set(asked) <= set(line) for line in words)
+    assert any("'.[dev,browser,deploy]'" in line for line in told(clone, "test-all")[1])
     assert not any("dflash" in line for line in told(clone, "test")[1])
 
 

@@ -275,8 +275,8 @@ def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
     assert cache.num_bytes == sum(layer.storage.num_bytes for layer in alone)
     begin, block = cache.view(rows, 3, is_known=True), cache.view(rows, 6)
     begin._rows.starts.zero_()
-    for index, layer in enumerate(alone):
-        for view, start, count, is_known in ((begin, 0, 3, True), (block, 3, 6, False)):
+    for view, start, count, is_known in ((begin, 0, 3, True), (block, 3, 6, False)):
+        for index, layer in enumerate(alone):
             tokens = [
                 part[list(ROWS), start : start + count].flatten(0, 1)
                 for part in (layer.x, layer.beta, layer.gate)

@@ -104,7 +104,8 @@ def test_without_a_key_nothing_of_value_answers(locked, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/live", "/health", "/ready", "/ping", "/metrics", "/openapi.json", "/page/x.js"]
+    "path",
+    ["/", "/live", "/health", "/ready", "/ping", "/metrics", "/server_info", "/openapi.json", "/page/x.js"],
 )
 def test_probes_metrics_and_the_page_need_no_key(locked, path):
     assert ask(locked, "GET", path).status_code == 200

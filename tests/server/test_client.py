@@ -127,6 +127,7 @@ def test_the_server_tells_how_it_is(client):
     assert get(client, "/ping") == {"status": "ok"}
     assert get(client, "/ready")["state"] == "ready"
     assert get(client, "/version") == {"version": __version__}
+    assert get(client, "/server_info") == {"served_model_name": NAME, "version": __version__}
 
 
 # ---- chat

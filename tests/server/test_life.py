@@ -415,6 +415,7 @@ def test_keys_are_shown_nowhere_and_sigterm_lets_a_stream_end_and_tells_newcomer
             refused = httpx.post(url + CHAT, json=HELLO, headers=headers)
             assert (refused.status_code, alive(url)) == (503, 200)
             assert "draining" in refused.json()["error"]["message"]
+            assert refused.headers["connection"] == "close"  # the next attempt reaches another server
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

@@ -6,12 +6,14 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
 from blockdraft.server.page.metrics import FINISH_REASONS, Served, render
 from tests import tiny
 
 NAME = 'pair "with quotes"\n'  # a name may be any text
+FINGERPRINT = Fingerprint("bd-1")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Info:
     num_cache_bytes: int = 1 << 20
     is_dummy: bool = False
     synthetic_acceptance: str | None = None
+    fingerprint: Fingerprint = FINGERPRINT
 
 
 def scrape(snapshot, **kwargs):
@@ -195,6 +198,13 @@ def test_the_cache_and_the_start_are_described(served):
     info = next(dict(labels) for name, labels in samples if name == "vllm:cache_config_info")
     assert (info["block_size"], info["num_gpu_blocks"], info["cache_dtype"]) == ("16", "512", "float64")
     assert samples["blockdraft:kv_bytes_per_token", ()] == 2048
+
+
+def test_replicas_can_be_told_apart_by_what_decides_their_tokens(served):
+    key = "blockdraft:fingerprint_info", (("fingerprint", "bd-1"),)
+    assert scrape(served[0].snapshot())[0][key] == 1
+    unknown, _ = scrape(served[0].snapshot(), info=Info(fingerprint=Fingerprint(reason="no equal bits")))
+    assert not any(name == key[0] for name, _ in unknown)
 
 
 def test_a_compressed_cache_is_told_by_its_dtype(served):

@@ -202,6 +202,8 @@ FIELDS = [
     (CHAT, {"audio": {}}, False),
     (CHAT, {"audio": None, "functions": [], "use_beam_search": False}, True),
     (CHAT, {"use_beam_search": True}, False),
+    (CHAT, {"separate_reasoning": True, "return_hidden_states": False}, True),
+    (CHAT, {"return_hidden_states": True}, False),
     (CHAT, {"use_beam_search": 0}, False),
     (CHAT, {"priority": False}, False),
     (CHAT, {"priority": 0.0}, True),

@@ -191,6 +191,7 @@ def test_the_models_name_and_version_are_told(client):
     assert client.get("/v1/models").json()["data"][0]["id"] == "m"
     version = client.get("/version").json()
     assert (version["version"], version["engine"]) == ("0.32.0", "vllm")
+    assert client.get("/server_info").json()["served_model_name"] == "m"
 
 
 # ---- metrics and the page

@@ -30,6 +30,7 @@ from blockdraft.kernels.moe import (
 from blockdraft.kernels.pointwise import GateMul, RmsNorm
 
 _HALVES = (torch.bfloat16, torch.float16)
+_MAX_JOINED = 2048  # pairs of a token and an expert
 
 
 def pick_route(at: Available) -> Route:
@@ -89,10 +90,11 @@ def pick_experts(at: Available, gate_mul: GateMul, rms_norm: RmsNorm) -> RunExpe
 
 
 def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
-    """Return the shared expert's matrices, to run with the routed experts, or (for many pairs) its output."""
-    from blockdraft.kernels.triton.routing import MAX_FEW
+    """Return the shared expert's matrices, to run with the routed experts, or (for many pairs) its output.
 
-    if num_pairs <= MAX_FEW or parts.gate.scale is not None:
+    Measured on an H200 (benchmarks/log.md).
+    """
+    if num_pairs <= _MAX_JOINED or parts.gate.scale is not None:
         stored = shared.expert.parts()
         if stored is not None and all(map(_can_join, stored, parts)):
             return Beside(shared.gate, stored)

@@ -1,8 +1,8 @@
 """The gated delta rule on a CUDA device: states and tails are read and written in place.
 
-`_mix`, with one program per token and head, computes the convolution and then the token's inputs to the
-recurrence (unit key and query, their product, value, decay and rate). Its grid follows from the number of
-tokens alone: the device finds a token's row, so a captured prefill takes rows of any counts.
+`_mix`, with one program per head and token, or few tokens, computes the convolution and then the token's
+inputs to the recurrence (unit key and query, their product, value, decay and rate). Its grid follows from the
+number of tokens alone: the device finds a token's row, so a captured prefill takes rows of any counts.
 
 `_advance`, with one program per row, value head and slice of the state's columns, keeps the slice in
 registers for all of the row's tokens. As a scan, it updates state and tail for known tokens, or writes a tape
@@ -26,7 +26,9 @@ twice, as its results are not used.
 known if the token is committed: if it is not, another token at its position saves again.
 
 A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
-shared memory. Four parts of k are four tensors, so that a thread reads its share of each by one wide load.
+shared memory. Four parts of k are four tensors, so that a thread reads its share of each by one wide load. A
+program is one warp, and vectors are loaded in the layout of the state's tensors: whatever changes layouts
+costs more than a token's arithmetic. What is left is the latency of loads, so a prompt's are far ahead.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ from torch import Tensor
 from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates, RowTape
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-BLOCK_V = 16  # columns per program of `_advance`
-NUM_WARPS = 2  # per program of `_advance`; its columns are divided among them
+ROWS = 4  # columns per program of `_advance` that lie side by side in a warp
+# Columns per program of a block or fold, and of a prompt, and how many tokens' numbers are loaded ahead. Bits
+# depend on neither.
+BLOCK_VS = 8, 4
+DEPTHS = 1, 4
+MANY_TOKENS = 128  # from so many on, a program of `_mix` has several
 NORM_HEADS = 4  # heads per program of `_norm`
 
 _EPS = tl.constexpr(EPS)
@@ -111,78 +117,84 @@ def _row_of(n, offsets, num_active, num_each, BLOCK_R: tl.constexpr):
     return r
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped", "num_active", "num_each", "num_saves"])
+@triton.jit(
+    do_not_specialize=["layer", "num_rows", "num_taped", "num_tokens", "num_active", "num_each", "num_saves"]
+)
 def _mix(
     x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, saves, query, key, dots, value,
-    decay, rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_active, num_each,
-    num_saves, scale,
+    decay, rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_tokens,
+    num_active, num_each, num_saves, scale,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # a key head, or a value head past those
     wait_for_previous(PDL)
-    r = _row_of(n, offsets, num_active, num_each, 32)
-    place = n - tl.load(offsets + r)
-    start = tl.load(starts + r)
-    is_old = start > 0
     layer = layer.to(tl.int64)
-    row = tl.load(rows + r)
-    slot = _slot_after(saves, row, start + place + 1, num_saves, GRID)
-    saved = tail + (layer * num_rows + slot) * (WIDTH - 1) * CHANNELS
-    tail_r = tail + (layer * num_rows + row) * (WIDTH - 1) * CHANNELS
-    taped = layer * num_taped + n  # the index in the tape of all layers; n without a tape
-    if part < NUM_GROUPS:
-        k = tl.arange(0, BLOCK_K)
-        mask = k < K
-        channel = part * K + k
-        q_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-        if num_taped != 0:
-            _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
-        if slot > 0:
-            _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-        channel += NUM_GROUPS * K
-        k_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-        if num_taped != 0:
-            _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
-        if slot > 0:
-            _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-        q_n = q_n * tl.rsqrt(tl.sum(q_n * q_n, axis=0) + _EPS) * scale
-        k_n = k_n * tl.rsqrt(tl.sum(k_n * k_n, axis=0) + _EPS)
-        at = n * NUM_GROUPS + part
-        tl.store(query + at * K + k, q_n, mask=mask)
-        tl.store(key + (taped * NUM_GROUPS + part) * K + k, k_n, mask=mask)
-        tl.store(dots + at, tl.sum(q_n * k_n, axis=0))
-    else:
-        head = part - NUM_GROUPS
-        v = tl.arange(0, BLOCK_V)
-        # Separate names: a name must have one shape in both branches, and V may differ from K.
-        v_mask = v < V
-        v_channel = 2 * NUM_GROUPS * K + head * V + v
-        v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
-        if num_taped != 0:
-            _keep(x + n * x_stride, inputs + taped * CHANNELS, v_channel, v_mask)
-        if slot > 0:
-            _save_tail(saved, x, n, place, tail_r, is_old, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
-        at = n * NUM_HEADS + head
-        tl.store(value + at * V + v, v_n, mask=v_mask)
-        logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
-        # log1p(u) = log(w) * u / (w - 1) with the rounded w = 1 + u; just log(w) would lose a small u.
-        u = tl.exp(-tl.abs(logit))
-        w = 1.0 + u
-        log1p = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
-        softplus = tl.maximum(logit, 0.0) + log1p
-        tl.store(decay + taped * NUM_HEADS + head, tl.exp(-tl.exp(tl.load(decay_log + head)) * softplus))
-        chance = tl.load(beta + n * beta_stride + head).to(tl.float32)
-        tl.store(rate + at, 1.0 / (1.0 + tl.exp(-chance)))
+    for i in tl.static_range(TOKENS):  # the last token may come again
+        n = tl.minimum(tl.program_id(0).to(tl.int64) * TOKENS + i, num_tokens - 1)
+        r = _row_of(n, offsets, num_active, num_each, 32)
+        place = n - tl.load(offsets + r)
+        start = tl.load(starts + r)
+        is_old = start > 0
+        row = tl.load(rows + r)
+        slot = _slot_after(saves, row, start + place + 1, num_saves, GRID)
+        saved = tail + (layer * num_rows + slot) * (WIDTH - 1) * CHANNELS
+        tail_r = tail + (layer * num_rows + row) * (WIDTH - 1) * CHANNELS
+        taped = layer * num_taped + n  # the index in the tape of all layers; n without a tape
+        if part < NUM_GROUPS:
+            k = tl.arange(0, BLOCK_K)
+            mask = k < K
+            channel = part * K + k
+            q_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
+            if num_taped != 0:
+                _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
+            if slot > 0:
+                _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
+            channel += NUM_GROUPS * K
+            k_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
+            if num_taped != 0:
+                _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
+            if slot > 0:
+                _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
+            q_n = q_n * tl.rsqrt(tl.sum(q_n * q_n, axis=0) + _EPS) * scale
+            k_n = k_n * tl.rsqrt(tl.sum(k_n * k_n, axis=0) + _EPS)
+            at = n * NUM_GROUPS + part
+            tl.store(query + at * K + k, q_n, mask=mask)
+            tl.store(key + (taped * NUM_GROUPS + part) * K + k, k_n, mask=mask)
+            tl.store(dots + at, tl.sum(q_n * k_n, axis=0))
+        else:
+            head = part - NUM_GROUPS
+            v = tl.arange(0, BLOCK_V)
+            # Separate names: a name must have one shape in both branches, and V may differ from K.
+            v_mask = v < V
+            v_channel = 2 * NUM_GROUPS * K + head * V + v
+            v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
+            if num_taped != 0:
+                _keep(x + n * x_stride, inputs + taped * CHANNELS, v_channel, v_mask)
+            if slot > 0:
+                _save_tail(saved, x, n, place, tail_r, is_old, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
+            at = n * NUM_HEADS + head
+            tl.store(value + at * V + v, v_n, mask=v_mask)
+            logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
+            # log1p(u) = log(w) * u / (w - 1) with the rounded w = 1 + u; just log(w) would lose a small u.
+            u = tl.exp(-tl.abs(logit))
+            w = 1.0 + u
+            log1p = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
+            softplus = tl.maximum(logit, 0.0) + log1p
+            tl.store(decay + taped * NUM_HEADS + head, tl.exp(-tl.exp(tl.load(decay_log + head)) * softplus))
+            chance = tl.load(beta + n * beta_stride + head).to(tl.float32)
+            tl.store(rate + at, 1.0 / (1.0 + tl.exp(-chance)))
 
 
 @triton.jit
-def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
-    """Return the K numbers at `pointer`, loaded in four parts."""
-    k = tl.arange(0, PART)
+def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Return the K numbers at `pointer` in four parts [1, ROWS, PART], the same in all rows.
+
+    They lie in the same threads as a state's parts: others would have to go through shared memory.
+    """
+    k = tl.arange(0, PART)[None, None, :] + tl.zeros((1, ROWS, 1), tl.int32)
     return (
         tl.load(pointer + k, mask=k < K, other=0.0),
         tl.load(pointer + PART + k, mask=PART + k < K, other=0.0),
@@ -193,16 +205,16 @@ def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexpr):
-    """Return pointers to these columns of a head's state in four parts [BLOCK_V, PART], and their masks."""
-    k = tl.arange(0, PART)
-    at = state + v[:, None] * v_stride + k[None, :] * k_stride
+    """Return pointers to columns v [., ROWS] of a head's state in four parts [., ROWS, PART], and masks."""
+    k = tl.arange(0, PART)[None, None, :]
+    at = state + v[:, :, None] * v_stride + k * k_stride
     step = PART * k_stride
-    mask = mask[:, None]
+    mask = mask[:, :, None]
     return (at, at + step, at + 2 * step, at + 3 * step), (
-        mask & (k < K)[None, :],
-        mask & (PART + k < K)[None, :],
-        mask & (2 * PART + k < K)[None, :],
-        mask & (3 * PART + k < K)[None, :],
+        mask & (k < K),
+        mask & (PART + k < K),
+        mask & (2 * PART + k < K),
+        mask & (3 * PART + k < K),
     )
 
 
@@ -216,22 +228,40 @@ def _store_parts(at, s, is_there):
 
 @triton.jit
 def _dot(s, x):
-    """Return the sums [BLOCK_V] over k of S[k, v] * x[k]."""
-    products = tl.fma(s[1], x[1][None, :], s[0] * x[0][None, :])
-    products = tl.fma(s[2], x[2][None, :], products)
-    return tl.sum(tl.fma(s[3], x[3][None, :], products), axis=1)
+    """Return the sums [., ROWS] over k of S[k, v] * x[k]."""
+    products = tl.fma(s[1], x[1], s[0] * x[0])
+    products = tl.fma(s[2], x[2], products)
+    return tl.sum(tl.fma(s[3], x[3], products), axis=2)
 
 
 @triton.jit
 def _step(s, key, delta, decay):
     """Return the state after one more token."""
-    delta = delta[:, None]
+    delta = delta[:, :, None]
     return (
-        tl.fma(key[0][None, :], delta, s[0] * decay),
-        tl.fma(key[1][None, :], delta, s[1] * decay),
-        tl.fma(key[2][None, :], delta, s[2] * decay),
-        tl.fma(key[3][None, :], delta, s[3] * decay),
+        tl.fma(key[0], delta, s[0] * decay),
+        tl.fma(key[1], delta, s[1] * decay),
+        tl.fma(key[2], delta, s[2] * decay),
+        tl.fma(key[3], delta, s[3] * decay),
     )
+
+
+@triton.jit
+def _and_token(
+    tokens, query, key, dots, value, decay, rate, n, v, mask,
+    NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, IS_FOLD: tl.constexpr,
+):  # fmt: skip
+    """Return `tokens` and the numbers of token n: of a fold only key, decay, and value."""
+    key_n = _load_parts(key + n * NUM_GROUPS * K, K, PART, ROWS)
+    decay_n = tl.load(decay + n * NUM_HEADS)
+    value_n = tl.load(value + n * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
+    if IS_FOLD:
+        query_n, rate_n, dot_n = key_n, decay_n, decay_n
+    else:
+        query_n = _load_parts(query + n * NUM_GROUPS * K, K, PART, ROWS)
+        rate_n, dot_n = tl.load(rate + n * NUM_HEADS), tl.load(dots + n * NUM_GROUPS)
+    return tokens + ((key_n, decay_n, value_n, query_n, rate_n, dot_n),)  # noqa: RUF005
 
 
 @triton.jit
@@ -259,9 +289,9 @@ def _advance(
     query, key, dots, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, saves, counts,
     x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, num_saves,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr, GRID: tl.constexpr, IS_FOLD: tl.constexpr, IS_KEPT: tl.constexpr,
-    PDL: tl.constexpr,
+    V: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, GRID: tl.constexpr, DEPTH: tl.constexpr,
+    IS_FOLD: tl.constexpr, IS_KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scan or fold; see the module's docstring.
 
@@ -276,7 +306,9 @@ def _advance(
     r = tl.program_id(1)
     layer = (first_layer + tl.program_id(2)).to(tl.int64)
     group = head // (NUM_HEADS // NUM_GROUPS)
-    v = tl.program_id(0) % slices * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) % slices * BLOCK_V + (
+        tl.arange(0, BLOCK_V // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    )
     mask = v < V
     wait_for_previous(PDL)
     row = tl.load(rows + r)
@@ -306,29 +338,27 @@ def _advance(
         tl.load(at[2], mask=is_there[2] & is_old, other=0.0),
         tl.load(at[3], mask=is_there[3] & is_old, other=0.0),
     )
-    # Token n's numbers are loaded while token n - 1 is computed.
-    key_n = _load_parts(key + begin * NUM_GROUPS * K, K, PART)
-    decay_n = tl.load(decay + begin * NUM_HEADS)
-    value_n = tl.load(value + begin * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
-    if not IS_FOLD:
-        query_n = _load_parts(query + begin * NUM_GROUPS * K, K, PART)
-        rate_n = tl.load(rate + begin * NUM_HEADS)
-        dot_n = tl.load(dots + begin * NUM_GROUPS)
+    # The numbers of the next DEPTH tokens: a load takes longer than a token.
+    ahead = ()
+    for d in tl.static_range(DEPTH):
+        n = tl.minimum(begin + d, end - 1)
+        ahead = _and_token(
+            ahead, query, key, dots, value, decay, rate, n, v, mask, NUM_GROUPS, NUM_HEADS, K, V, PART, ROWS,
+            IS_FOLD,
+        )  # fmt: skip
     # Up to one multiple of GRID tokens after the other; a block to verify, which saves nothing, at once.
     size: tl.constexpr = GRID if IS_KEPT else 2**30
     for first in range(begin - start % size, end, size):
         stop = tl.minimum(first + size, end)
-        for n in range(tl.maximum(first, begin), stop):
-            after = tl.minimum(n + 1, end - 1)
-            next_key = _load_parts(key + after * NUM_GROUPS * K, K, PART)
-            next_decay = tl.load(decay + after * NUM_HEADS)
-            next_value = tl.load(value + after * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
+        for n in tl.range(tl.maximum(first, begin), stop, loop_unroll_factor=DEPTH):
+            key_n, decay_n, value_n, query_n, rate_n, dot_n = ahead[0]  # type: ignore[misc]
+            ahead = _and_token(
+                ahead[1:], query, key, dots, value, decay, rate, tl.minimum(n + DEPTH, end - 1), v, mask,
+                NUM_GROUPS, NUM_HEADS, K, V, PART, ROWS, IS_FOLD,
+            )  # fmt: skip
             if IS_FOLD:
                 delta_n = value_n
             else:
-                next_query = _load_parts(query + after * NUM_GROUPS * K, K, PART)
-                next_rate = tl.load(rate + after * NUM_HEADS)
-                next_dot = tl.load(dots + after * NUM_GROUPS)
                 held = _dot(s, key_n)
                 read = _dot(s, query_n)
                 delta_n = rate_n * tl.fma(-decay_n, held, value_n)
@@ -336,13 +366,7 @@ def _advance(
                 tl.store(reads + n * NUM_HEADS * V + v, out.to(reads.dtype.element_ty), mask=mask)
                 if not IS_KEPT:
                     tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
-                query_n = next_query
-                rate_n = next_rate
-                dot_n = next_dot
             s = _step(s, key_n, delta_n, decay_n)
-            key_n = next_key
-            decay_n = next_decay
-            value_n = next_value
         if IS_KEPT:
             slot = _slot_after(saves, row, start + stop - begin, num_saves, GRID)
             if slot > 0:
@@ -391,28 +415,28 @@ class _Shape(NamedTuple):
     v: int
     width: int  # of the convolution
 
-    @property
-    def num_programs(self) -> int:
-        """Return the programs of `_advance` for a row."""
-        return self.num_heads * -(-self.v // BLOCK_V)
-
-    def constants(self, device: torch.device) -> dict[str, int | bool]:
-        """Return the constants of `_advance`, equal in scan and fold, so that their bits are equal."""
-        return {
+    def launch(self, *, is_long: bool, device: torch.device) -> tuple[int, dict[str, int | bool]]:
+        """Return the programs of `_advance` for a row, and its constants."""
+        block = BLOCK_VS[is_long]
+        num_programs = self.num_heads * -(-self.v // block)
+        constants = {
             "CHANNELS": self.channels,
             "NUM_GROUPS": self.num_groups,
             "NUM_HEADS": self.num_heads,
             "K": self.k,
             "V": self.v,
             "PART": triton.next_power_of_2(-(-self.k // 4)),
-            "BLOCK_V": BLOCK_V,
-            "SHARE": triton.next_power_of_2(-(-self.channels // self.num_programs)),
+            "ROWS": ROWS,
+            "BLOCK_V": block,
+            "SHARE": triton.next_power_of_2(-(-self.channels // num_programs)),
             "WIDTH": self.width,
             "BLOCK_W": triton.next_power_of_2(self.width),
+            "DEPTH": DEPTHS[is_long],
             **overlap(device),
-            "num_warps": NUM_WARPS,
+            "num_warps": 1,
             "num_stages": 1,
         }
+        return num_programs, constants
 
 
 def _shape(at: RowStates) -> _Shape:
@@ -472,20 +496,24 @@ def scan(
     if count == 0:
         return reads
     where, num_active = (layer, at.state.shape[1], num_taped), at.rows.shape[0]
+    tokens = 1 if count < MANY_TOKENS else 4  # of a program of `_mix`: each waits for its loads
     slots, grid = at.saves
     num_each = at.max_count if count == num_active * at.max_count else 0
-    _mix[(count, shape.num_groups + shape.num_heads)](
+    _mix[(-(-count // tokens), shape.num_groups + shape.num_heads)](
         x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, slots, query, key, dots, value,
-        decay, rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, num_active, num_each,
-        slots.shape[1], shape.k**-0.5,
+        decay, rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, count, num_active,
+        num_each, slots.shape[1], shape.k**-0.5,
         CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
         BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
-        GRID=grid, num_warps=1, **overlap(x.device),
+        GRID=grid, TOKENS=tokens, num_warps=1, **overlap(x.device),
     )  # fmt: skip
-    _advance[(shape.num_programs, num_active, 1)](
+    # One row leaves the card empty but for its own loads, a prompt's or a block's.
+    is_long = at.max_count > 1 and (tape is None or num_active == 1)
+    num_programs, constants = shape.launch(is_long=is_long, device=x.device)
+    _advance[(num_programs, num_active, 1)](
         query, key, dots, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
         at.offsets, slots, None, x.stride(0), *_strides(at.state), *where, slots.shape[1],
-        GRID=grid, IS_FOLD=False, IS_KEPT=tape is None, **shape.constants(x.device),
+        GRID=grid, IS_FOLD=False, IS_KEPT=tape is None, **constants,
     )  # fmt: skip
     return reads
 
@@ -497,11 +525,11 @@ def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
     assert tape.decay.shape[0] == num_layers
     assert counts.shape == at.rows.shape
     assert counts.dtype == torch.int64
-    _advance[(shape.num_programs, at.rows.shape[0], num_layers)](
+    num_programs, constants = shape.launch(is_long=False, device=at.state.device)
+    _advance[(num_programs, at.rows.shape[0], num_layers)](
         None, tape.key, None, None, tape.decay, None, tape.delta, None, tape.inputs, at.state, at.tail,
         at.rows, at.starts, at.offsets, slots, counts, shape.channels, *_strides(at.state), 0, num_rows,
-        tape.decay.shape[1], slots.shape[1], GRID=grid, IS_FOLD=True, IS_KEPT=True,
-        **shape.constants(at.state.device),
+        tape.decay.shape[1], slots.shape[1], GRID=grid, IS_FOLD=True, IS_KEPT=True, **constants,
     )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ _UNSUPPORTED: Unsupported = {
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's router adds these
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),  # and these
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),

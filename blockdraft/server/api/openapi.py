@@ -202,6 +202,7 @@ _OPERATIONS = (
     _get("/ping", "An alias of /health.", schemas.Status),
     _Operation("post", "/ping", "An alias of /health.", schemas.Status),
     _get("/version", "The server's version.", schemas.Version),
+    _get("/server_info", "The model's name, for SGLang's router.", replies.ServerInfo),
     _get("/metrics", "Counters in Prometheus' text format.", None),
     _get("/openapi.json", "This document.", dict[str, object]),
 )

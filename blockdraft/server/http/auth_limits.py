@@ -40,7 +40,7 @@ from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 # These paths need no API key; if keys are set, all others do. vLLM does the same for probes and metrics. The
 # page itself is open, as it asks for the key and sends it with its calls.
 PROBES = frozenset({"/live", "/health", "/ready", "/ping"})
-OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
+OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/server_info", "/openapi.json", "/favicon.ico"}
 OPEN_PREFIX = "/page/"
 
 RETRY_AFTER_S = 1  # arbitrary

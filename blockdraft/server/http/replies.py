@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
+from blockdraft import __version__
 from blockdraft.phases import State
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
@@ -144,7 +145,13 @@ def not_ready_response(state: object) -> ErrorResponse:
     if state == "starting":
         text = "the engine is still starting: /ready shows its progress."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
-    return error_response(503, f"the server is {state}: /ready says why.", code="not_ready")
+    return closing(error_response(503, f"the server is {state}: /ready says why.", code="not_ready"))
+
+
+def closing(refusal: ErrorResponse) -> ErrorResponse:
+    """Return the refusal; its connection ends, so that a balancer gives the next one to another server."""
+    refusal.headers["connection"] = "close"
+    return refusal
 
 
 def health_of(state: State) -> Health:
@@ -165,6 +172,19 @@ def start_response(start: Mapping[str, object]) -> JSONResponse:
 def _state_response(body: Mapping[str, object], *, is_ok: bool, state: object) -> JSONResponse:
     headers = {"retry-after": str(START_RETRY_AFTER_S)} if state == "starting" else None
     return JSONResponse(body, status_code=200 if is_ok else 503, headers=headers)
+
+
+class ServerInfo(TypedDict):
+    """The model's name for clients. SGLang's router asks for it under SGLang's own path."""
+
+    served_model_name: str
+    version: str
+
+
+def server_info_response(name: str) -> JSONResponse:
+    """Return the answer of /server_info."""
+    info: ServerInfo = {"served_model_name": name, "version": __version__}
+    return JSONResponse(info)
 
 
 def event(data: Mapping[str, object]) -> str:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import BlockdraftError, CapacityError, RequestError
-from blockdraft.server.http.replies import INVALID, error_response, not_ready_response
+from blockdraft.server.http.replies import INVALID, closing, error_response, not_ready_response
 
 BODY = "blockdraft.body"  # the key of the whole body in a scope
 RETRY_AFTER_S = 1  # arbitrary: the queue moves once per step
@@ -110,7 +110,7 @@ def answer_error(request: Request, error: Exception) -> Response:
         status = 404 if error.code == "model_not_found" else 400
         return error_response(status, message, INVALID, param=error.field, code=error.code)
     if isinstance(error, EngineStopped):
-        return error_response(503, message)
+        return closing(error_response(503, message))
     is_bug = not isinstance(error, BlockdraftError)
     return error_response(500, "internal error: see the server's log." if is_bug else message)
 

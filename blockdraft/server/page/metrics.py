@@ -196,6 +196,10 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
     yield _gauge("blockdraft:kv_bytes_per_token", text, info.kv_bytes_per_token, labels)
     text = "Block width of a request's first steps, if it sets none; 1: plain decoding."
     yield _gauge("blockdraft:width", text, info.width, labels)
+    if info.fingerprint.id is not None:
+        same = {**labels, "fingerprint": info.fingerprint.id}
+        text = "1; servers with equal fingerprints give equal tokens."
+        yield _gauge("blockdraft:fingerprint_info", text, 1, same)
     text = "1 if weights or acceptance are synthetic, so that only times are meaningful."
     is_timing_only = info.is_dummy or info.synthetic_acceptance is not None
     faked = {

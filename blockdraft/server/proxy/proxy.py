@@ -33,6 +33,7 @@ from blockdraft.server.http.replies import (
     health_of,
     live_response,
     not_ready_response,
+    server_info_response,
     start_response,
     status_response,
 )
@@ -133,6 +134,7 @@ class Proxy:
                 Route("/ready", self._ready),
                 Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/version", self._version),
+                Route("/server_info", self._server_info),
                 Route("/metrics", self._metrics),
                 Route("/events", self._events),
                 *(Route(path, _Endpoint(self)) for path in ("/v1/{path:path}", *PASSED_PATHS)),
@@ -187,6 +189,9 @@ class Proxy:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({**self._upstream.versions(), "blockdraft": __version__})
+
+    async def _server_info(self, request: Request) -> Response:
+        return server_info_response(self._name)
 
     async def _metrics(self, request: Request) -> Response:
         assert self._session is not None
