@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import tokenizers
 
-from blockdraft.text.piece_cache import PieceCache, can_cut
+from blockdraft.text.piece_cache import PieceCache, can_cut, encoded
 
-LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 MANY_IDS = 1 << 12  # some milliseconds
+MAX_CUT_CHARS = 1 << 16  # to cut a text takes some milliseconds with Python's lock held
 OTHERS_WORDS = ("tools", "documents")  # template arguments that may hold untrusted text
 # Special tokens around thoughts: templates look for them in the model's own messages.
 _THOUGHTS = frozenset(("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]"))
@@ -33,11 +33,10 @@ class TextEncoder:
         self._adds_tokens = tokenizer.num_special_tokens_to_add(is_pair=False) > 0
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text. A long one is encoded as a batch: only that releases Python's lock."""
-        if len(text) > LONG_TEXT_CHARS:
-            return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        if self._pieces is None or (add_special_tokens and self._adds_tokens):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the ids of a text."""
+        adds_tokens = add_special_tokens and self._adds_tokens
+        if self._pieces is None or adds_tokens or len(text) > MAX_CUT_CHARS:
+            return encoded(self._tokenizer, text, add_special_tokens).ids
         return self._pieces.encode(text)
 
 

@@ -391,7 +391,7 @@ def test_a_start_that_fails_is_answered_with_its_reason():
 
 
 def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypatch):
-    monkeypatch.setattr(engine, "add", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(engine, "add", lambda *_, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(collect(loop))
     monkeypatch.undo()

@@ -19,7 +19,9 @@ from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.phases import StartProgress, StartState
 from blockdraft.server.app import make_app
+from blockdraft.server.engine_link import outbox
 from blockdraft.server.engine_link import remote_engine as remote_engine_module
+from blockdraft.server.engine_link.outbox import Inbox
 from blockdraft.server.engine_link.replica import ReplicaPlace
 from blockdraft.server.engine_link.replicas import Replicas, start_replicas
 from blockdraft.server.options import ServerOptions
@@ -218,7 +220,7 @@ def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatc
         def __init__(self, *, what):
             super().__init__(what)
 
-    def fail(*_):
+    def fail(*_, **more):
         raise Odd(what="a bug of ours")
 
     monkeypatch.setattr(engine, "add", fail)
@@ -282,6 +284,25 @@ def test_the_event_loop_never_waits_for_an_engine_that_does_not_read():
         assert slowest_s < 1
         heard = [theirs.recv()[:2] for _ in range(2 * len(streams))]  # all of it, in order
         assert heard == [(kind, stream.request_id) for stream in streams for kind in ("add", "abort")]
+
+
+def test_requests_of_one_turn_of_the_event_loop_are_written_together(monkeypatch):
+    async def ask(remote, theirs):
+        for _ in range(5):
+            await remote.submit(PROMPT, LONG)
+        is_early = theirs.poll()
+        await asyncio.sleep(0)  # a turn
+        return is_early
+
+    with unread_engine() as (remote, theirs):
+        monkeypatch.setattr(outbox, "MAX_HOLD_S", PATIENCE_S)
+        assert not asyncio.run(ask(remote, theirs))
+        inbox = Inbox(theirs)
+        assert inbox.recv()[0] == "add"
+        assert not theirs.poll(), "one read has taken all five"
+        assert [inbox.recv()[0] for _ in range(4)] == ["add"] * 4
+        monkeypatch.setattr(outbox, "MAX_HOLD_S", -1.0)
+        assert asyncio.run(ask(remote, theirs)), "in a long turn nobody waits"
 
 
 def test_live_is_answered_while_the_engine_does_not_read(engine):

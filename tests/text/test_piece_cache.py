@@ -110,6 +110,15 @@ def test_a_token_that_reaches_over_a_cut_forbids_it(token):
     assert not can_cut(rust)
 
 
+def test_a_long_text_has_the_same_ids_piece_by_piece():
+    rust, text = tokenizer("qwen2"), TEXT * 100
+    assert len(text) > piece_cache.LONG_TEXT_CHARS
+    cache = PieceCache(rust)
+    for known in ("", text):
+        text = f"{known}{text} {'other words ' * 2000}é"
+        assert cache.encode(text) == rust.encode(text, add_special_tokens=False).ids
+
+
 def test_the_cache_stays_small(monkeypatch):
     monkeypatch.setattr(piece_cache, "MAX_PIECES", 8)
     rust = tokenizer("gpt2")

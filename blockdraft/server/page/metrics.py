@@ -120,11 +120,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         "reason",
     )
     yield from _cache(snapshot, labels)
-    text = "Requests that were answered with 429, by reason."
-    refused = {"queue_full": snapshot.num_refused_full, "long_wait": snapshot.num_refused_wait}
-    yield _counter("blockdraft:requests_refused", text, refused, labels, "reason")
-    text = "Seconds that a new request would wait for a row."
-    yield _gauge("blockdraft:expected_wait_seconds", text, snapshot.expected_wait_s, labels)
+    yield from _overload(snapshot, labels)
     for counter, text, value in (
         (
             "vllm:prefix_cache_queries",
@@ -181,6 +177,14 @@ def _cache(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     yield _gauge("blockdraft:states", text, states, labels, "kind")
     text = "Recurrent states evicted for others."
     yield _counter("blockdraft:states_evicted", text, snapshot.num_states_evicted, labels)
+
+
+def _overload(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
+    text = "Requests that were answered with 429, by reason."
+    refused = {"queue_full": snapshot.num_refused_full, "long_wait": snapshot.num_refused_wait}
+    yield _counter("blockdraft:requests_refused", text, refused, labels, "reason")
+    text = "Seconds that a new request would wait for a row."
+    yield _gauge("blockdraft:expected_wait_seconds", text, snapshot.expected_wait_s, labels)
 
 
 def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
