@@ -366,7 +366,15 @@ def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size
 
 
 def _reshaped(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the tensors in the shapes of the scheme. Raise ModelError if a scale is not finite."""
     specs = scheme.tensors(shape)
+    for suffix, tensor in tensors.items():
+        is_scale = tensor.is_floating_point() and suffix != ".weight" and tensor.dtype != torch.float8_e8m0fnu
+        if is_scale and not bool(torch.isfinite(tensor.float()).all()):
+            raise ModelError(
+                f"{scheme.name}: {suffix.lstrip('._')} holds infinite or undefined values: the checkpoint is "
+                "damaged. Fetch it again."
+            )
     return {suffix: tensors[suffix].reshape(specs[suffix].shape) for suffix in specs if suffix in tensors}
 
 

@@ -49,6 +49,7 @@ from blockdraft.models.mtp import MtpHead
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.packed_words import for_kernel
 from blockdraft.settings.model_source import known_name
 
 _SLICE_BYTES = 4 << 20  # float32 bytes read and converted at a time; arbitrary, but small
@@ -405,6 +406,8 @@ class _Reader:
             value = Int8Matrix.of(self._slices(slot.pieces), slot.parameter.shape, factors)
         elif is_packed or quantiser is not None:
             value = self._packed(slot, quantiser).to(self.device)
+            if isinstance(slot.module, Linear):
+                value = for_kernel(value, slot.parameter.dtype, self.device)
         else:
             value = nn.Parameter(self._dense(slot), requires_grad=False)
         slot.put(value)

@@ -23,6 +23,7 @@ from blockdraft.models.moe import Experts
 from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.packed_words import Words
 from blockdraft.planner.plan import ASKED, Plan
 from blockdraft.settings.settings import NGRAM
 from blockdraft.step.dflash import DFlashDrafter
@@ -124,7 +125,7 @@ class LoadedPair:
         if not isinstance(module, Linear | Embedding) or not isinstance(module.weight, Packed):
             return None
         weight = module.weight
-        is_row_scaled = isinstance(weight, Scaled) and weight.has_row_scales and self.device.type == "cuda"
-        if is_row_scaled or isinstance(weight, Int8Matrix):
+        has_kernel = isinstance(weight, Words) or (isinstance(weight, Scaled) and weight.has_row_scales)
+        if isinstance(weight, Int8Matrix) or (has_kernel and self.device.type == "cuda"):
             return None
         return f"{type(weight).__name__} weights have no kernel of their own: see --quantization"

@@ -16,6 +16,7 @@ from blockdraft.kernels import (
     int8,
     kv_compressed,
     moe,
+    packed,
     pointwise,
     sampling,
 )
@@ -39,7 +40,13 @@ from blockdraft.kernels.pick.pointwise import (
     pick_rms_norm,
     pick_rotate,
 )
-from blockdraft.kernels.pick.products import pick_gated_linear, pick_int8, pick_linear, pick_scaled_linear
+from blockdraft.kernels.pick.products import (
+    pick_gated_linear,
+    pick_int8,
+    pick_linear,
+    pick_packed_linear,
+    pick_scaled_linear,
+)
 from blockdraft.kernels.pick.recurrent import pick_convolve, pick_gated_norm, pick_in_place, pick_scan
 
 
@@ -57,6 +64,7 @@ class Kernels:
     linear: products.Multiply
     gated_linear: products.GatedMultiply
     scaled_linear: products.ScaledMultiply
+    packed_linear: packed.PackedMultiply
     int8_linear: int8.Int8Multiply
     int8_look_up: int8.Int8LookUp
     norm_rope_write: heads.NormRopeWrite
@@ -125,6 +133,7 @@ def kernels_for(
 def _assembled(at: Available) -> Kernels:
     rms_norm, gate_mul, rotate = pick_rms_norm(at), pick_gate_mul(at), pick_rotate(at)
     linear = pick_linear(at)
+    gated_linear = pick_gated_linear(at, linear, gate_mul)
     int8_linear, int8_look_up = pick_int8(at)
     scan, fold = pick_scan(at)
     count_accepted, draw_accepted, advance = pick_acceptance(at)
@@ -136,8 +145,9 @@ def _assembled(at: Available) -> Kernels:
         gate_mul=gate_mul,
         rotate=rotate,
         linear=linear,
-        gated_linear=pick_gated_linear(at, linear, gate_mul),
+        gated_linear=gated_linear,
         scaled_linear=pick_scaled_linear(at, gate_mul),
+        packed_linear=pick_packed_linear(at, linear, gated_linear),
         int8_linear=int8_linear,
         int8_look_up=int8_look_up,
         norm_rope_write=pick_norm_rope_write(at, rms_norm, rotate),

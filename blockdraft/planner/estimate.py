@@ -20,6 +20,7 @@ import math
 from dataclasses import astuple, dataclass, replace
 
 from blockdraft.cache.spec import Recurrent, Windowed
+from blockdraft.kernels.packed_speeds import MEASURED
 from blockdraft.machine.cards import Card
 from blockdraft.models.mtp_config import MtpConfig
 from blockdraft.planner.kv_formats import token_bytes
@@ -40,8 +41,8 @@ EMPTY_PAIRS = 16  # pairs (token, expert) that each touched expert's last tile i
 # with random weights: the bytes that `benchmarks.gpu_step` counts.
 INDEPENDENT_SHARE = 0.8
 # bf16 operations in the time of updating one value of a recurrent state, by one token. Measured in
-# Qwen3.5-35B-A3B's shape: 128 tokens x 524,288 values take 46 us a layer.
-SCAN_FLOPS = 650
+# Qwen3.5-35B-A3B's shape: 128 tokens x 524,288 values take 37 us a layer.
+SCAN_FLOPS = 520
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
 # A kernel's minimum time, times the root of the step's tokens. It counts if reading and computing take less.
 SPREAD_S = 0.14e-6
@@ -77,7 +78,7 @@ class Step:
 def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
     """Estimate one step; `width` 1 is plain decoding, without the drafter."""
     tokens, parts, target = rows * width, fit.parts[0], pair.target.shape
-    is_unpacked, sizes = unpacks_weights(fit, pair), cache_token_bytes(fit, pair)
+    is_unpacked, sizes = unpacks_weights(fit, pair, card), cache_token_bytes(fit, pair)
     choosing = rows * (1 + INDEPENDENT_SHARE * (width - 1))
     dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
     experts = expert_products(parts, target, card, tokens=tokens, choosing=choosing, is_unpacked=is_unpacked)
@@ -101,11 +102,13 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
 
-def unpacks_weights(fit: Fit, pair: Pair) -> bool:
+def unpacks_weights(fit: Fit, pair: Pair, card: Card | None) -> bool:
     """Return whether our engine unpacks the target's weights in every forward.
 
-    Its kernels read fp8, and MXFP4 of experts, as stored; no other packed format.
+    Its kernels read fp8, MXFP4 of experts, and codes that were measured on the card, as stored.
     """
+    if card is not None and (card.capability, pair.target.code) in MEASURED:
+        return False
     values, method = pair.target.shape.values, pair.target.stored.method
     if fit.plan is None or fit.plan.quantization != "keep" or values is None or method in (None, "mxfp4"):
         return False
@@ -129,7 +132,7 @@ def tokens_per_s(step: Step, committed_per_step: float) -> float:
 def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = PROMPT_TOKENS) -> float:
     """Return the seconds until `rows` prompts that arrive together have their first tokens, over HTTP."""
     parts, target, tokens = fit.parts[0], pair.target.shape, rows * prompt
-    is_unpacked = unpacks_weights(fit, pair)
+    is_unpacked = unpacks_weights(fit, pair, card)
     dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
     experts = expert_products(parts, target, card, tokens=tokens, choosing=tokens, is_unpacked=is_unpacked)
     states_s = _states_s(target, card, rows=rows, tokens=tokens)
@@ -239,13 +242,16 @@ def _head_run(fit: Fit, pair: Pair, card: Card, *, rows: int) -> tuple[Products,
 
 
 def _states_s(shape: Shape, card: Card, *, rows: int, tokens: int) -> float:
-    """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape."""
+    """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape.
+
+    At width 1 the scan updates the states itself. A fold reads and writes them.
+    """
     specs = [spec for spec in shape.specs if isinstance(spec, Recurrent)]
     states = rows * state_bytes(shape)
     tape_bytes = sum(spec.bytes_per_row(2, tokens) for spec in specs) - state_bytes(shape)
     updates = tokens * sum(spec.num_heads * spec.key_dim * spec.value_dim for spec in specs)
     scan_s = math.hypot((states + tape_bytes) / _stream(card), updates * SCAN_FLOPS / card.bf16_flops)
-    return scan_s + 2 * states / _stream(card)  # the fold reads and writes the states
+    return scan_s + (1 if tokens == rows else 2) * states / _stream(card)
 
 
 def experts_touched(shape: Shape, tokens: float) -> float:

@@ -10,6 +10,7 @@ from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_con
 from blockdraft.checkpoints.read_model_config import read_target
 from blockdraft.checkpoints.read_mtp_config import read_mtp_config
 from blockdraft.errors import FetchError, ModelError
+from blockdraft.kernels.packed_speeds import Code, code_of
 from blockdraft.machine.cards import Card
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
@@ -44,7 +45,13 @@ class Model:
     def weights(self) -> Weights:
         """Return the weights as `resolve` takes them. Without files they count as not quantised."""
         num_values = 0 if self.shape.values is None else self.shape.values.total
-        return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
+        if self.stored.tensors is None:
+            return Weights(num_values)
+        return Weights(num_values, self.stored.method, self.code)
+
+    @property
+    def code(self) -> Code | None:
+        return code_of(self.stored.method, self.stored.full_config)
 
 
 @dataclass(frozen=True, slots=True)

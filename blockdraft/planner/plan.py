@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from blockdraft.cache.spec import NUM_RESERVED_SLOTS
+from blockdraft.kernels.packed_speeds import Code
 from blockdraft.models.config import Storage
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,6 +27,7 @@ class Weights:
 
     num_values: int
     method: str | None = None  # how the file is quantised; None: not quantised
+    code: Code | None = None  # the 4-bit code that its configuration names
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def make_report(case: Case) -> Report:
         caches=_caches(pair, fit),
         acceptance=None if pair.block == 1 else pair.acceptance,
         speeds=_speeds(case, fit) if verdict != "does not fit" else (),
-        unpacks_weights=unpacks_weights(fit, pair),
+        unpacks_weights=unpacks_weights(fit, pair, case.card),
         advice=advise(case),
         fixes=() if verdict == "fits" else fixes(case),
     )

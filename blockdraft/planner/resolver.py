@@ -22,6 +22,7 @@ from blockdraft.cache.spec import (
 )
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
+from blockdraft.kernels.packed_speeds import MEASURED
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
@@ -319,6 +320,9 @@ class _Resolver:
             return self.take(name, "int8", f"whole numbers are fastest on a CPU; {quality}")
         if method is None:
             return self.take(name, "none", "the file is not quantised")
+        if self._multiplies_packed(weights):
+            why = "products with it are faster packed, with the same bits (benchmarks/log.md)"
+            return self.take(name, "keep", f"the file is {method}, and {why}")
         if weights.num_values > unpackable:
             size = f"unpacked it would take over {UNPACK_SHARE:.0%} of the memory"
             return self.take(name, "keep", f"the file is {method}, and {size}")
@@ -328,6 +332,13 @@ class _Resolver:
                 "; int8 is faster still (--quantization int8), but its cost in quality is not measured here"
             )
         return self.take(name, "none", why)
+
+    def _multiplies_packed(self, weights: Weights) -> bool:
+        """Return whether a kernel was measured on such a card; experts have none."""
+        if self.is_cpu or weights.code is None or not self.machine.gpus:
+            return False
+        is_dense = all(layer.moe is None for layer in self.model.layers)
+        return is_dense and (self.machine.gpus[0].capability, weights.code) in MEASURED
 
     def _width(self) -> tuple[int, int]:
         """Return how many tokens a step verifies, and the most that it may write."""

@@ -27,6 +27,7 @@ from blockdraft.errors import CapacityError, FetchError, ModelError
 from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.packed_speeds import code_of
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
@@ -338,7 +339,8 @@ def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
     """Return the size of a checkpoint's model, and how the checkpoint is quantised."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
     if quantization is not None:
-        return Weights(values.total, quantization.name)
+        config = {**checkpoint.config, "hf_quant_config": checkpoint.quant_file}
+        return Weights(values.total, quantization.name, code_of(quantization.name, config))
     is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
     return Weights(values.total, "GGUF" if is_packed else None)
 

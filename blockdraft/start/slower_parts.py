@@ -23,6 +23,7 @@ from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.packed_words import Words, why_no_words
 from blockdraft.planner.plan import Plan
 from blockdraft.start.memory import why_no_graphs
 
@@ -89,11 +90,13 @@ def _packed(model: nn.Module, *, has_expert_kernels: bool) -> Iterator[str]:
 
 
 def _why_unpacked(part: Linear | Embedding | ExpertLinear, weight: Packed) -> str | None:
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, Int8Matrix | Words):
         return None
     if isinstance(weight, Scaled) and weight.has_row_scales:
         return why_unpacked(part.kernels.available, weight.values)
-    return f"no kernel reads {_format(weight)}"
+    at = part.kernels.available
+    why = "" if isinstance(part, ExpertLinear) else why_no_words(weight, at.dtype, at.device)
+    return f"no kernel reads {_format(weight)}{why and f' ({why})'}"
 
 
 def _format(weight: Packed) -> str:

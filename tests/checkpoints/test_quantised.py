@@ -9,17 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.checkpoints.schemes import CompressedIntScheme
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.packed_speeds import MEASURED
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import ExpertLinear
-from blockdraft.models.packed import Packed
+from blockdraft.models.packed import Packed, Stacked
+from blockdraft.models.packed_words import Words
 from blockdraft.step.dflash import DFlashDrafter
+from tests.checkpoints import packers
 from tests.checkpoints.quantised import (
     FORMATS,
     FP8_CHANNEL,
     GGUF_FORMATS,
+    W4_ASYMMETRIC,
+    Format,
     Pair,
     compress,
     compressed,
@@ -103,6 +109,63 @@ def test_packed_weights_write_the_same_tokens(pair):
     assert tokens(loaded(pair.packed, "keep")) == expected
 
 
+# Four bits in the order of a card's kernel, once it was measured
+
+MXFP4 = {**packers.FLOAT4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+TILES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+IN_WORDS = {
+    "nvfp4-modelopt": (FORMATS["nvfp4-modelopt"], "nvfp4"),
+    "nvfp4-awq": (replace(FORMATS["nvfp4-awq-moe"], family="qwen3"), "nvfp4"),
+    "nvfp4-compressed": (replace(FORMATS["nvfp4-compressed-moe"], family="qwen3"), "nvfp4"),
+    "mxfp4-compressed": (
+        Format(
+            "qwen3",
+            {},
+            compress("mxfp4-pack-quantized", MXFP4),
+            compressed("mxfp4-pack-quantized", MXFP4),
+        ),
+        "mxfp4",
+    ),
+    "gptq-symmetric": (FORMATS["gptq-symmetric"], "int4"),
+    "awq-biases": (FORMATS["awq-biases"], "int4"),
+    "auto-round-unnamed": (FORMATS["auto-round-unnamed"], "int4"),
+    "int4-compressed": (
+        replace(FORMATS["int4-asymmetric"], pack=lambda weight, seed: compress_in_half(weight)),
+        "int4",
+    ),
+}
+
+
+def compress_in_half(weight):
+    """As compressed-tensors writes a model in half precision."""
+    tensors, _ = packers.compress("pack-quantized", W4_ASYMMETRIC, weight)
+    scale = tensors[".weight_scale"].half()
+    scheme = CompressedIntScheme("int4", 4, 16, is_symmetric=False)
+    tensors[".weight_scale"] = scale
+    return tensors, scheme.pack(tensors, tuple(weight.shape)).dequantise(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(list(IN_WORDS), "nvfp4-modelopt", "mxfp4-compressed", "awq-biases", "int4-compressed")
+)
+def test_files_of_four_bits_become_words_that_are_the_dense_weights(tmp_path, name, monkeypatch):
+    form, code = IN_WORDS[name]
+    pair = Pair(tmp_path, replace(form, overrides={**TILES, "attention_bias": name == "awq-biases"}))
+    before = loaded(pair.packed, "keep", dtype="bfloat16")
+    assert not any(isinstance(weight, Words) for _, weight in top_packed(before[0].target))
+    monkeypatch.setitem(MEASURED, ((0, 0), code), 16)
+    kept, dense = (loaded(pair.packed, storage, dtype="bfloat16") for storage in ("keep", "none"))
+    weights = dict(top_packed(kept[0].target))
+    assert len(weights) == 3 * 4, "qkv, out, gate and up, down of each layer"
+    # With factors of their own, projections of one input stay apart, in groups.
+    found = {type(weight) for weight in weights.values()}
+    assert found == ({Words, Stacked} if name == "nvfp4-awq" else {Words})
+    assert same(logits(kept), logits(dense))
+    for path, weight in weights.items():
+        expected = dense[0].target.get_submodule(path.removesuffix(".weight")).weight
+        assert same(weight.dequantise(torch.bfloat16), expected.data)
+
+
 # What cannot be read is refused, with the checkpoint and the module in the message
 
 
@@ -168,6 +231,21 @@ REFUSALS = {
         "nvfp4-compressed-moe",
         {"model.layers.1.mlp.experts.3.up_proj.weight_global_scale": torch.zeros(1)},
         r"'model\.layers\.1\.mlp\.experts\.3\.up_proj': .*weight_global_scale is 0",
+    ),
+    "a scale is no number": (
+        "int4-asymmetric",
+        {f"{Q}.weight_scale": torch.full((64, 2), float("nan"))},
+        f"'{Q}': .*weight_scale holds infinite or undefined values",
+    ),
+    "an fp8 scale is no number": (
+        "nvfp4-modelopt",
+        {f"{GATE}.weight_scale": torch.full((48, 2), float("nan")).to(torch.float8_e4m3fn)},
+        f"'{GATE}': .*weight_scale holds infinite or undefined values",
+    ),
+    "a scale for the matrix is infinite": (
+        "nvfp4-modelopt",
+        {f"{GATE}.weight_scale_2": torch.tensor(float("inf"))},
+        f"'{GATE}': .*weight_scale_2 holds infinite or undefined values",
     ),
     "a block scale is no number": (
         "mxfp4-gpt-oss",

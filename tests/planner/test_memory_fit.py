@@ -9,6 +9,7 @@ import pytest
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.cli.flags import add_settings, given_settings
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.packed_speeds import MEASURED
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
@@ -305,7 +306,7 @@ def test_more_gpus_of_a_dgx_spark_are_more_machines():
     assert parsed(settings, fix.flags).num_nodes == 2
 
 
-def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones_speed():
+def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones_speed(monkeypatch):
     """NVFP4 is a fourth of bf16, yet each forward writes all of it out again."""
     settings, plain = opened("qwen3-8b")
     values = plain.target.shape.values
@@ -321,7 +322,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
 
     def step(asked):
         fit = fit_pair(Case(asked, on("h200"), pair))
-        return unpacks_weights(fit, pair), estimate_step(
+        return unpacks_weights(fit, pair, card), estimate_step(
             fit, pair, card, rows=1, context=1024, width=1
         ).seconds
 
@@ -333,6 +334,10 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     assert not is_vllm_unpacking
     assert vllm < unpacked < own
     assert make_report(Case(kept, on("h200"), pair, card)).unpacks_weights
+    monkeypatch.setitem(MEASURED, (card.capability, "nvfp4"), 16)
+    is_unpacked, packed = step(kept)
+    assert not is_unpacked
+    assert packed < unpacked
 
 
 def test_no_more_cards_are_named_than_are_needed():

@@ -12,7 +12,8 @@ from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
-from blockdraft.machine.machine import Machine
+from blockdraft.kernels.packed_speeds import MEASURED, code_of
+from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.plan import ELEMENT_BYTES, Weights
 from blockdraft.planner.quality import MAX_COMMITTED, MAX_PERPLEXITY, Quality, measured_quality
 from blockdraft.planner.resolver import (
@@ -24,6 +25,7 @@ from blockdraft.planner.resolver import (
     resolve,
 )
 from blockdraft.settings.settings import Settings
+from tests.checkpoints.published import CONFIGS
 from tests.fixtures.make_pair import draft_config
 
 GIB = 1 << 30
@@ -364,6 +366,44 @@ def test_auto_unpacks_on_a_cpu_what_fits_easily(dtype):
     most = int(MACHINE.memory_bytes * UNPACK_SHARE) // ELEMENT_BYTES[dtype]
     assert plan(weights=Weights(most, "gptq"), dtype=dtype).quantization == "none"
     assert plan(weights=Weights(most + 1, "gptq"), dtype=dtype).quantization == "keep"
+
+
+def test_auto_keeps_codes_that_were_measured_on_the_card(monkeypatch):
+    gpu = Gpu("H200", (9, 0), GPU.gpu_bytes, GPU.gpu_free_bytes, "", False)
+    here = {"machine": replace(GPU, gpus=(gpu,)), "device": "cuda", "weights": Weights(1000, "gptq", "int4")}
+    assert plan(**here).quantization == "none"
+    monkeypatch.setitem(MEASURED, ((9, 0), "int4"), 512)
+    made = plan(**here)
+    assert made.quantization == "keep"
+    assert "faster packed" in made.reasons["quantization"]
+    assert plan(**here, quantization="none").quantization == "none"
+    others = (
+        {"weights": Weights(1000, "modelopt NVFP4", "nvfp4")},
+        {"weights": Weights(1000, "gptq")},
+        {"device": "cpu"},
+        {"machine": replace(GPU, gpus=(replace(gpu, capability=(8, 0)),))},
+        {"model": read_model_config(CONFIGS["Qwen/Qwen3-30B-A3B"], name="a mixture")},
+    )
+    assert [plan(**{**here, **other}).quantization for other in others] == ["none"] * 5
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "code"),
+    [
+        ("gptq", {"quantization_config": {"bits": 4}}, "int4"),
+        ("gptq", {"quantization_config": {"bits": 8}}, None),
+        ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "int4"),
+        ("compressed-tensors", {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4}}, "nvfp4"),
+        ("modelopt NVFP4", {}, "nvfp4"),
+        ("modelopt", {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4_AWQ"}}}, "nvfp4"),
+        ("mxfp4", {}, "mxfp4"),
+        ("fp8", {"num_bits": 8}, None),
+        ("GGUF", {"bits": 4}, None),
+        (None, {"head_bits": 4, "bits": 4}, None),
+    ],
+)
+def test_a_code_is_told_by_the_configuration(method, config, code):
+    assert code_of(method, config) == code
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "auto"])

@@ -13,6 +13,7 @@ from blockdraft.models.layers import Linear
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8
 from blockdraft.models.packed_groups import Fp4Groups
+from blockdraft.models.packed_words import pack_for_kernel
 from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.slower_parts import slower_parts
@@ -114,6 +115,25 @@ def test_a_drafter_s_weights_are_named_too():
         "the drafter's weights are unpacked for every product and steps are not captured, which is slower: "
         "no kernel reads FP4 in groups. See --draft-quantization.",
     )
+
+
+def test_why_a_weight_is_not_packed_for_a_kernel_that_was_measured_is_said(monkeypatch):
+    monkeypatch.setattr("blockdraft.models.packed_words.most_tokens", lambda code, device: 16)
+    models, plan = on_gpu()
+    repack(models, Linear, in_groups, is_drafter=True)
+    lines = slower_parts(models, plan)
+    assert any("no kernel reads FP4 in groups (32 x 32 values are not tiles" in line for line in lines)
+
+
+def test_weights_in_words_have_a_kernel_and_are_captured():
+    models, plan = on_gpu()
+    groups = Fp4Groups(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 4).to(torch.float8_e4m3fn))
+    for part in models.drafter.model.modules():
+        if isinstance(part, Linear):
+            del part.weight
+            part.weight = pack_for_kernel(groups)
+    assert models.why_not_captured() is None
+    assert slower_parts(models, plan) == ()
 
 
 def in_groups(weight):

@@ -37,6 +37,7 @@ from blockdraft.kernels.linear import (
 )
 from blockdraft.kernels.llvm.int8 import Int8Kernels
 from blockdraft.kernels.llvm.linear import TileLinear
+from blockdraft.kernels.packed import TILE, PackedMultiply, PackedWords, most_tokens
 from blockdraft.kernels.pointwise import Gate, GateMul
 
 _llvm_linear = functools.cache(TileLinear)
@@ -151,6 +152,35 @@ def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
         return product if onto is None else onto.add_(product)
 
     return scaled
+
+
+def pick_packed_linear(at: Available, linear: Multiply, gated_linear: GatedMultiply) -> PackedMultiply:
+    """Pick the product with 4-bit codes in words. It has the bits of a product with the unpacked weight.
+
+    For more tokens than MEASURED says, the weight is unpacked into scratch memory first. So are narrow
+    weights, which are multiplied in another order (`triton.narrow`).
+    """
+    if not at.has_triton("packed products") or at.dtype == torch.float32:
+        return lambda *_: None
+    from blockdraft.kernels.triton import narrow
+    from blockdraft.kernels.triton import packed as kernels
+
+    multiply = named("packed products", kernels.linear)
+    unpack = named("packed products", kernels.unpack)
+
+    def packed(
+        x: Tensor, weight: PackedWords, bias: Tensor | None, onto: Tensor | None, gate: Gate | None
+    ) -> Tensor | None:
+        if x.dim() != 2 or x.dtype != at.dtype:
+            return None
+        rows = weight.shape[0]
+        is_whole = gate is None or rows % (2 * TILE) == 0
+        if is_whole and rows > narrow.MAX_ROWS and x.shape[0] <= most_tokens(weight.code, x.device):
+            return multiply(x, weight, bias, onto=onto, gate=gate or "none")
+        values = unpack(weight, x.dtype)
+        return linear(x, values, bias, onto) if gate is None else gated_linear(x, values, bias, gate)
+
+    return packed
 
 
 def why_unpacked(at: Available, values: Tensor) -> str | None:

@@ -89,7 +89,7 @@ _FEW_FP4 = Config(LOW, 32, 128, num_warps=4, num_stages=4)
 
 
 @triton.jit
-def _e2m1(code, factor):
+def e2m1(code, factor):
     """Return the values of 4-bit codes: take their bits as exponent and mantissa, times a power of two."""
     code = code.to(tl.uint32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -115,7 +115,7 @@ def _multiply_fp4(
     exponent = exponent.to(tl.int32)
     power = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2 ** (e - 127)
     power = tl.broadcast_to(power[:, :, None], (BLOCK_N, GROUPS, 16)).reshape(BLOCK_N, BLOCK_K // 2)
-    weight = tl.join(_e2m1(codes & 15, power).to(x.dtype), _e2m1(codes >> 4, power).to(x.dtype))
+    weight = tl.join(e2m1(codes & 15, power).to(x.dtype), e2m1(codes >> 4, power).to(x.dtype))
     weight = weight.reshape(BLOCK_N, BLOCK_K)
     return tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
 
