@@ -145,6 +145,7 @@ def serving(*words: str, module: str = "benchmarks.http") -> Iterator[Server]:
 
 def run_paced_engine(
     num_rows: int,
+    _: object,
     connection: Connection,
     *,
     gap_s: float | None = None,
@@ -183,14 +184,11 @@ def run_paced_engine(
 def serve(run: Callable[[Connection], None], profile: str | None = None) -> None:
     """Run the HTTP process, and `run` in the engine's process, until its input ends."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.engine_link.remote_engine import start_engine_process
+    from blockdraft.server.engine_link.replica import ReplicaPlace
+    from blockdraft.server.engine_link.replicas import start_replicas
 
-    engine = start_engine_process(
-        run,
-        StartProgress(),
-        lambda engine: engine.kill(),
-        step_timeout_s=60,
-    )
+    places = [ReplicaPlace("cpu", run)]
+    engine = start_replicas(places, StartProgress(), lambda engine: engine.kill(), step_timeout_s=60)
     import uvicorn
 
     from blockdraft.server.app import make_app

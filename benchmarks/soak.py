@@ -1,21 +1,24 @@
 """The server under a load that changes: no failure, the same answers, and memory that stays flat.
 
-    python -m benchmarks.soak [--minutes 2] [--json FILE] [-- FLAGS OF SERVE]
+    python -m benchmarks.soak [--minutes 2] [--kill-every S] [--json FILE] [-- FLAGS OF SERVE]
 
 A real server with the default model in a process of its own. The load goes round four times, a quarter of
 the time each: 1, 8 and 64 streams, bursts of 32 with pauses, 2 streams. Prompts are long and short, answers
 of mixed lengths, streamed or not; a quarter of the clients hang up, and all that still run when a phase
-ends. Half of the requests are greedy and have prompts that were asked before, alone and without drafts:
-their answers have to be == to those. Exits with 1 when a request fails, an answer differs, or the memory of
-the last quarter is above that of the second by more than the tolerance. The cache is small, so that all of
-its pages are touched in the first quarter.
+ends. Half of the requests were asked before, alone and without drafts, greedy or with a seed: their answers
+have to be == to those. Exits with 1 when a request fails, an answer differs, or the memory of the last
+quarter is above that of the second by more than the tolerance. The cache is small, so that all of its pages
+are touched in the first quarter. With --kill-every and `--replicas 2` among the flags, a replica chosen at
+random is killed every S seconds on average, and nothing else may change.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,24 +68,41 @@ class Soak:
         self.answers = dict.fromkeys((phase.name for phase in PHASES), 0)
         self.num_compared = 0
         self.num_left = 0
+        self.num_killed = 0
         self.errors: list[str] = []
         self.expected: dict[str, str] = {}  # by prompt
         self.memory_mb: list[tuple[float, float]] = []  # seconds since the start, resident
 
-    async def run(self, seconds: float) -> None:
+    async def run(self, seconds: float, kill_every_s: float | None = None) -> None:
         await self.ask_alone()
-        watching = asyncio.create_task(self.watch())
+        watching = [asyncio.create_task(self.watch())]
+        if kill_every_s is not None:
+            watching.append(asyncio.create_task(self.kill_replicas(kill_every_s)))
         for _ in range(NUM_ROUNDS):
             for phase in PHASES:
                 await self.go_through(phase, seconds / NUM_ROUNDS / len(PHASES))
-        watching.cancel()
-        await asyncio.wait([watching])
+        for task in watching:
+            task.cancel()
+        for result in await asyncio.gather(*watching, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+    async def kill_replicas(self, every_s: float) -> None:
+        """Kill a replica that is ready, again and again."""
+        chance = random.Random(1)
+        while True:
+            await asyncio.sleep(every_s * chance.uniform(0.5, 1.5))
+            replicas = (await self.client.get("/ready")).json()["replicas"]
+            ready = [one["pid"] for one in replicas if one["state"] == "ready"]
+            if ready:
+                os.kill(chance.choice(ready), signal.SIGKILL)
+                self.num_killed += 1
 
     async def ask_alone(self) -> None:
-        """Return the expected greedy answers, asked one at a time without drafts."""
+        """Keep the expected answers, asked one at a time without drafts."""
         chance = random.Random(0)
         for num_words in NUM_WORDS:
-            body = greedy_body(words(chance, num_words)) | {"speculative": False}
+            body = known_body(words(chance, num_words)) | {"speculative": False}
             response = await self.client.post(CHAT, json=body)
             response.raise_for_status()
             self.expected[body["messages"][0]["content"]] = text_of(response.text)
@@ -131,8 +151,8 @@ class Soak:
 
     async def ask(self, chance: random.Random) -> bool:
         """Ask something; whether it was answered, that is, nobody hung up and nothing failed."""
-        if is_greedy := chance.random() < 0.5:
-            body = greedy_body(chance.choice(list(self.expected)))
+        if is_known := chance.random() < 0.5:
+            body = known_body(chance.choice(list(self.expected)))
         else:
             body = mixed_body(chance)
         body["stream"] = chance.random() < 0.6
@@ -147,7 +167,7 @@ class Soak:
                 if num_pieces is not None and len(lines) > num_pieces:
                     self.num_left += 1
                     return False
-        if is_greedy:
+        if is_known:
             self.compare(body["messages"][0]["content"], text_of("\n".join(lines)))
         return True
 
@@ -170,9 +190,11 @@ def words(chance: random.Random, count: int) -> str:
     return " ".join(chance.choices(STORY.split(), k=count))
 
 
-def greedy_body(prompt: str) -> dict[str, Any]:
+def known_body(prompt: str) -> dict[str, Any]:
+    """Return a request that always gets the same answer: greedy, or sampled with a seed."""
     message = {"role": "user", "content": prompt}
-    return {"messages": [message], "max_tokens": 8 + len(prompt) % 25, "temperature": 0.0}
+    how = {"temperature": float(len(prompt) % 2), "seed": len(prompt)}
+    return {"messages": [message], "max_tokens": 8 + len(prompt) % 25, **how}
 
 
 def mixed_body(chance: random.Random) -> dict[str, Any]:
@@ -206,17 +228,18 @@ def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
         time.sleep(0.5)
 
 
-async def soak_server(url: str, pid: int, seconds: float) -> Soak:
+async def soak_server(url: str, pid: int, seconds: float, kill_every_s: float | None) -> Soak:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         soak = Soak(client, pid)
-        await soak.run(seconds)
+        await soak.run(seconds, kill_every_s)
     return soak
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--kill-every", type=float, metavar="S")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="more flags of serve, behind --")
     options = parser.parse_args()
@@ -228,7 +251,7 @@ def main() -> None:
     with subprocess.Popen(command) as server:
         try:
             wait_until_ready(port, server)
-            soak = asyncio.run(soak_server(url, server.pid, options.minutes * 60))
+            soak = asyncio.run(soak_server(url, server.pid, options.minutes * 60, options.kill_every))
             has_survived = server.poll() is None
         finally:
             server.terminate()
@@ -239,6 +262,7 @@ def main() -> None:
         "answers": soak.answers,
         "compared": soak.num_compared,
         "hung_up": soak.num_left,
+        "killed": soak.num_killed,
         "errors": soak.errors,
         "resident_mb": {"second_quarter": early, "last_quarter": late, "limit": limit},
         "exit_code": server.returncode,
@@ -246,7 +270,8 @@ def main() -> None:
     }
     rows: list[list[object]] = [
         *([f"answers, {name}", count] for name, count in soak.answers.items()),
-        ["greedy answers compared", soak.num_compared],
+        ["answers compared", soak.num_compared],
+        ["replicas killed", soak.num_killed],
         ["clients that hung up", soak.num_left],
         ["errors", len(soak.errors)],
         ["resident MB, second quarter", early],

@@ -10,7 +10,7 @@ import torch
 
 from blockdraft import LLM, RequestError, SamplingParams, SettingsError
 from blockdraft.cache.view import CacheView
-from blockdraft.engine.engine import mix
+from blockdraft.engine.seeds import mix
 from blockdraft.kernels.cpu import why_no_llvm
 from tests import tiny
 
@@ -136,6 +136,13 @@ def test_unseeded_choices_of_neighbouring_requests_differ(llm):
 def test_prompts_that_are_not_token_ids_are_refused(llm, prompt):
     with pytest.raises(RequestError, match="integer token ids"):
         llm.generate([prompt], GREEDY)
+
+
+def test_several_engines_are_for_a_server():
+    with pytest.raises(SettingsError, match="only `blockdraft serve` runs several engines"):
+        LLM(replicas=2)
+    with pytest.raises(SettingsError, match="is a list, which only `blockdraft serve` takes"):
+        LLM(device="cpu,cpu")
 
 
 def test_an_unknown_setting_is_an_error_with_a_suggestion():

@@ -23,12 +23,13 @@ from blockdraft.planner.engine_step import calibration, not_calibrated
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Case, open_pair
+from blockdraft.planner.replicas import case_of_one, replica_settings, replicas_text
 from blockdraft.planner.report import Report, as_json, counted, make_report, spread, times_estimate
 from blockdraft.planner.resolver import runs_on_cpu, with_drafter
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import flag_of, merge_settings
 from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe
-from blockdraft.settings.settings import DFLASH2, MTP
+from blockdraft.settings.settings import DFLASH2, MTP, Settings
 
 SUMMARY = "estimate memory and speed before a start or a download"
 USAGE = "blockdraft plan [MODEL] [flags]"
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = noted(merge_settings(_given(args)))
-    machine, card = _machine(args.card)
+    machine, card = _machine(args.card, settings)
+    replicas = replica_settings(settings, machine)
+    settings, machine = case_of_one(replicas, machine)
     for warning in check_recipe_card(settings.recipe, settings.model, settings.device, machine):
         print(f"warning: {warning}", file=sys.stderr)
     is_card = settings.engine == "native" and not runs_on_cpu(settings, machine)
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     expected = _expected(case)
     if args.json:
         more = {
+            "replicas": [one.device for one in replicas],
             "known_problems": [asdict(finding) for finding in findings],
             "published": [
                 asdict(one)
@@ -74,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(as_json(report) | more, indent=2))
     else:
-        for line in lines(report, findings, expected, explains=args.explain):
+        beside = f"{replicas_text(replicas)}: all numbers are of one of them" if len(replicas) > 1 else ""
+        for line in lines(report, findings, expected, explains=args.explain, replicas=beside):
             print(line)
     return EXIT_DOES_NOT_FIT if refused or report.verdict == "does not fit" else 0
 
@@ -108,11 +113,13 @@ def _expected(case: Case) -> tuple[Expectation, ...]:
     return tuple(sorted(here, key=lambda one: one.engine != settings.engine))
 
 
-def _machine(name: str | None) -> tuple[Machine, Card | None]:
-    """Return the machine to plan for, and its card in our table."""
+def _machine(name: str | None, settings: Settings) -> tuple[Machine, Card | None]:
+    """Return the machine to plan for, and its card in our table; a named card is there once per replica."""
     if name is not None:
         card = card_named(name)
-        return machine_of(card), card
+        machine = machine_of(card)
+        count = 1 if settings.replicas == "auto" else settings.replicas
+        return replace(machine, gpus=machine.gpus * max(count, settings.device.count(",") + 1)), card
     machine = read_machine()
     return machine, machine.gpus[0].card if machine.gpus else None
 
@@ -131,10 +138,16 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
 
 
 def lines(
-    report: Report, findings: Sequence[Issue], expected: Sequence[Expectation], *, explains: bool
+    report: Report,
+    findings: Sequence[Issue],
+    expected: Sequence[Expectation],
+    *,
+    explains: bool,
+    replicas: str = "",
 ) -> Iterator[str]:
     """Yield the lines of the report; with `explains`, also how values were computed."""
     yield from _head(report, is_refused=bool(_refused(findings)))
+    yield from (replicas, "") if replicas else ()
     yield from _memory(report)
     yield from ("",) if expected else ()
     yield from published_lines(expected, shows_all=explains, beside=partial(_beside, report))

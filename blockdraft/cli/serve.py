@@ -8,7 +8,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from blockdraft.cli.flags import add_flags, add_model, add_settings, settings_from
@@ -26,7 +28,8 @@ from blockdraft.settings.settings import Settings
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from blockdraft.server.engine_link.remote_engine import RemoteEngine
+    from blockdraft.server.engine_link.replica import Neighbours
+    from blockdraft.server.engine_link.replicas import Replicas
     from blockdraft.server.options import ServerOptions
 
 SUMMARY = "serve a model over HTTP, with a live page"
@@ -86,16 +89,16 @@ def run(args: argparse.Namespace) -> int:
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
     from blockdraft.server.http.listener import bind
-    from blockdraft.start.preflight import check_native
+    from blockdraft.start.preflight import check_replicas
 
     with ExitStack() as opened:
         listener = opened.enter_context(bind(args.host, args.port))
         receipts = None
         if args.receipts is not None:
             receipts = opened.enter_context(open_private("--receipts", args.receipts))
-        check_native(settings, lambda warning: print(f"warning: {warning}", file=sys.stderr))
+        replicas = check_replicas(settings, lambda warning: print(f"warning: {warning}", file=sys.stderr))
         _warn_open(args.host, options)
-        return _serve(args, settings, options, listener, receipts)
+        return _serve(args, settings, replicas, options, listener, receipts)
 
 
 def _warn_open(host: str, options: ServerOptions) -> None:
@@ -132,19 +135,26 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 def _serve(
     args: argparse.Namespace,
     settings: Settings,
+    replicas: tuple[Settings, ...],
     options: ServerOptions,
     listener: socket.socket,
     receipts: TextIO | None,
 ) -> int:
-    """Load the model in the engine's process. Meanwhile answer HTTP, with the progress at /ready."""
+    """Load the model in the engines' processes. Meanwhile answer HTTP, with the progress at /ready."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.engine_link.remote_engine import start_engine_process
+    from blockdraft.server.engine_link.replica import ReplicaPlace
+    from blockdraft.server.engine_link.replicas import start_replicas
 
-    work = functools.partial(_run_engine, args, settings, options.api_keys)
+    places = []
+    for number, one in enumerate(replicas):
+        num_on_card = sum(other.device == one.device for other in replicas)
+        share = ReplicaShare(number, len(replicas), num_on_card)
+        work = functools.partial(_run_engine, args, one, options.api_keys, share)
+        places.append(ReplicaPlace(one.device, work))
     startup = StartProgress(set_up_logs(args, options.api_keys))
-    limit_s = args.step_timeout
-    engine = start_engine_process(work, startup, _end_hung, step_timeout_s=limit_s, closes=[listener])
-    from blockdraft.server.api.receipts import ReceiptBook  # meanwhile the engine's process imports PyTorch
+    limit_s, seed = args.step_timeout, settings.seed
+    engine = start_replicas(places, startup, _end_hung, step_timeout_s=limit_s, seed=seed, closes=[listener])
+    from blockdraft.server.api.receipts import ReceiptBook  # meanwhile the engines import PyTorch
     from blockdraft.server.app import make_app
 
     name = (args.served_model_name or settings.model) + settings.suffix
@@ -155,14 +165,34 @@ def _serve(
     return exit_code(args, engine.error, was_ready=engine.engine_info is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaShare:
+    """The part of the machine that a replica uses."""
+
+    number: int
+    num_replicas: int
+    num_on_card: int  # with itself
+
+
 def _run_engine(
-    args: argparse.Namespace, settings: Settings, secrets: tuple[str, ...], connection: Connection
+    args: argparse.Namespace,
+    settings: Settings,
+    secrets: tuple[str, ...],
+    share: ReplicaShare,
+    neighbours: Neighbours,
+    connection: Connection,
 ) -> None:
     from blockdraft.phases import StartProgress
+    from blockdraft.planner.replicas import settings_beside
     from blockdraft.start.driver_warmup import quick_imports, wake_card
-    from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.preflight import pin_cpu_threads, use_cores
 
-    startup = StartProgress(set_up_logs(args, secrets))
+    report = set_up_logs(args, secrets)
+    if share.num_replicas > 1:
+        use_cores(settings.device, share.number, share.num_replicas)
+        report = functools.partial(_report_replica, report, share.number)
+    settings = settings_beside(settings, share.num_on_card, neighbours.num_on_card, neighbours.max_model_len)
+    startup = StartProgress(report)
     wake_card(settings.device)
     pin_cpu_threads(settings.device)
     with quick_imports():
@@ -176,11 +206,18 @@ def _run_engine(
         startup,
         step_timeout_s=args.step_timeout,
         recheck_share=settings.recheck,
+        has_tokenizer=neighbours.max_model_len is not None,
         max_wait_s=args.request_timeout if args.max_wait is None else args.max_wait,
     )
 
 
-def _end_hung(engine: RemoteEngine) -> None:
+def _report_replica(report: Callable[[str], None], number: int, line: str) -> None:
+    warning = "warning: "
+    mark = warning if line.startswith(warning) else ""
+    report(f"{mark}replica {number}: {line.removeprefix(warning)}")
+
+
+def _end_hung(engine: Replicas) -> None:
     """Show the reason at /health for a moment, then end all processes: a hung step cannot be stopped."""
     from blockdraft.server.http.lifetime import UNHEALTHY_GRACE_S
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from blockdraft.doctor.finding import Finding, Level
 from blockdraft.machine.machine import Gpu, Machine, may_have_gpu
 from blockdraft.machine.remedies import driver_advice
+from blockdraft.planner.replicas import is_free
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
@@ -42,6 +43,10 @@ def _gpus(machine: Machine, root: Path) -> Iterator[Finding]:
         says = "the cards differ: CUDA numbers the fastest first, nvidia-smi by place on the bus"
         advice = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES to the card you mean"
         yield Finding("machine", "cards", "warning", says, advice)
+    elif len(machine.gpus) > 1:
+        num_free = sum(map(is_free, machine.gpus))
+        says = f"{num_free} of {len(machine.gpus)} cards are free for an engine each: serve --replicas auto"
+        yield Finding("machine", "replicas", "ok", says)
 
 
 def _gpu(name: str, gpu: Gpu) -> Iterator[Finding]:

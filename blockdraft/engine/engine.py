@@ -27,6 +27,7 @@ from blockdraft.engine.request import (
     check_request,
 )
 from blockdraft.engine.scheduler import Batch, Outcome, always
+from blockdraft.engine.seeds import mix
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.engine.structured_steps import StepInParts, TokenMasks, run_in_parts
@@ -115,13 +116,15 @@ class Engine:
         sampling: SamplingParams,
         request_id: str | None = None,
         guide: Guide | None = None,
+        seed: int | None = None,
         turn: Turn = ANYONE,
     ) -> str:
         """Queue a prompt and return the request's id.
 
         Raise RequestError if the request can never run, CapacityError if the queue is full.
 
-        `guide`: the result of `guide_of(sampling)`, if another thread has computed it.
+        `guide`: the result of `guide_of(sampling)`, if another thread has computed it. `seed`: the one to use
+        if `sampling` has none; if it is None, too, one is drawn from the engine's seed.
         """
         self._repair()
         number = next(self._ids)
@@ -135,7 +138,8 @@ class Engine:
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
             raise RequestError(f"request id '{request.id}' is in use: choose another.")
-        seed = sampling.seed if sampling.seed is not None else mix(self.plan.seed, number)
+        drawn = mix(self.plan.seed, number) if seed is None else seed
+        seed = drawn if sampling.seed is None else sampling.seed
         guide = guide or self.guide_of(sampling)
         sequences: list[Sequence] = []
         for index in range(sampling.n):
@@ -600,16 +604,3 @@ def _as_ints(token_ids: Items[int]) -> tuple[int, ...]:
         return tuple(operator.index(token) for token in token_ids)
     except TypeError as error:
         raise RequestError(f"a prompt must be a list of integer token ids ({error}).") from None
-
-
-def mix(seed: int, index: int) -> int:
-    """Return a different seed for each (seed, index), as a signed 64-bit number (SplitMix64's finaliser).
-
-    The mix is not additive, so that the choices of different requests never share noise.
-    """
-    mask = 2**64 - 1
-    z = ((seed & mask) * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    z ^= z >> 31
-    return z - 2**64 if z >= 2**63 else z

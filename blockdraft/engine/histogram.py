@@ -18,6 +18,16 @@ class Histogram:
     count: int
 
 
+def added(histograms: Items[Histogram]) -> Histogram:
+    """Return the values of several histograms with the same buckets in one."""
+    buckets = histograms[0].buckets
+    assert all(one.buckets == buckets for one in histograms), "the buckets differ"
+    counts = tuple(sum(column) for column in zip(*(one.counts for one in histograms), strict=True))
+    return Histogram(
+        buckets, counts, sum(one.sum for one in histograms), sum(one.count for one in histograms)
+    )
+
+
 class Recorder:
     """Counts values for a histogram."""
 

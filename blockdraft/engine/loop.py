@@ -47,6 +47,7 @@ class _Add:
     receiver: Receiver
     reply: Future[None]
     turn: Turn
+    seed: int | None
     guide: Guide | None = None
 
 
@@ -98,10 +99,18 @@ class EngineLoop:
         return None if self.engine_info is None else self._engine.snapshot()
 
     def add(
-        self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver, turn: Turn = ANYONE
+        self,
+        prompt_ids: Items[int],
+        sampling: SamplingParams,
+        receiver: Receiver,
+        turn: Turn = ANYONE,
+        seed: int | None = None,
     ) -> Future[None]:
-        """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped."""
-        command = _Add(prompt_ids, sampling, receiver, Future(), turn)
+        """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped.
+
+        `seed`: the one to use if `sampling` has none.
+        """
+        command = _Add(prompt_ids, sampling, receiver, Future(), turn, seed)
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
@@ -225,6 +234,7 @@ class EngineLoop:
             command.sampling,
             command.receiver.request_id,
             command.guide,
+            seed=command.seed,
             turn=command.turn,
         )
 

@@ -6,17 +6,18 @@ vLLM's dashboards work.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
+from blockdraft.engine.histogram import Histogram, Recorder, added, at_least, one_two_five
 from blockdraft.engine.request import Delta, Metrics, counted_width
 
 if TYPE_CHECKING:  # these modules import torch, which a reader of snapshots does not need
@@ -106,6 +107,16 @@ class Drafts:
             self.num_untold - before.num_untold,
         )
 
+    def together(self, other: Drafts) -> Drafts:
+        """Return the counts of two engines."""
+        return Drafts(
+            self.num_blocks + other.num_blocks,
+            _sums((self.drafted, other.drafted)),
+            _sums((self.accepted, other.accepted)),
+            self.plain_blocks + other.plain_blocks,
+            self.num_untold + other.num_untold,
+        )
+
     @property
     def tokens_per_block(self) -> float | None:
         """Return the mean tokens that a block commits, or None if no block was verified."""
@@ -153,6 +164,41 @@ class Snapshot(Load):
     num_different: int  # of them, those that differ
     recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
     lately: Drafts  # of the last LATELY_S seconds, the current one included
+
+
+def combined(snapshots: Items[Snapshot]) -> Snapshot | None:
+    """Return the counters of several engines together, or None if there are none."""
+    if len(snapshots) < 2:
+        return snapshots[0] if snapshots else None
+    busiest = max(snapshots, key=lambda one: one.num_running)
+    values = {item.name: [getattr(one, item.name) for one in snapshots] for item in fields(Snapshot)}
+    totals = {name: _TOGETHER.get(name, sum)(each) for name, each in values.items() if name not in _WIDTH}
+    return Snapshot(**totals, **{name: getattr(busiest, name) for name in _WIDTH})
+
+
+def _sums(rows: Items[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
+
+
+def _points(rows: Items[tuple[Point, ...]]) -> tuple[Point, ...]:
+    """Add up the points of each second; all engines of a machine have the same clock."""
+    found: dict[int, Point] = {}
+    for point in (point for row in rows for point in row):
+        before = found.get(point.time_s, Point(point.time_s, 0, 0))
+        found[point.time_s] = Point(point.time_s, before.tokens + point.tokens, before.steps + point.steps)
+    return tuple(found[second] for second in sorted(found))[-RECENT_S:]
+
+
+_WIDTH = ("chosen_rows", "chosen_width", "speedup")  # of the engine with the most rows
+_TOGETHER: dict[str, Callable[[list[Any]], object]] = {  # the others are added up
+    "time_s": max,
+    "expected_wait_s": min,  # requests go where it is short
+    "recent": _points,
+    "lately": functools.partial(functools.reduce, Drafts.together),
+    "accepted": _sums,
+    "finished": lambda counts: sum(map(Counter, counts), Counter()),
+    "histograms": lambda all_: {name: added([one[name] for one in all_]) for name in all_[0]},
+}
 
 
 class Stats:

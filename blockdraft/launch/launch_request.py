@@ -221,6 +221,7 @@ def _check(order: LaunchRequest) -> None:
         ("model", settings.model == "default", "it is a file of ours; name a folder or a hub id"),
         ("model", is_gguf, "a single GGUF file is for the native engine; name a folder or a hub id"),
         ("max_stall_ms", settings.max_stall_ms is not None, "it has no such limit; use --max-prefill-tokens"),
+        ("replicas", settings.replicas != 1, "use --engine-args=--data-parallel-size=N, or --dp-size=N"),
         ("recheck", settings.recheck > 0, "only our own engine checks answers again"),
         ("draft_kv_dtype", order.changed("draft_kv_dtype"), compressed),
         ("kv_window", order.changed("kv_window"), compressed),

@@ -124,6 +124,8 @@ def known_drafter_for(settings: Settings, names: Iterable[str]) -> KnownDrafter 
 
 def device_for(asked: str, *, has_gpu: bool) -> str:
     """Return the device that `asked` means: "auto" is the GPU, or the CPU without a GPU."""
+    if "," in asked:
+        raise SettingsError(f"device '{asked}' is a list, which only `blockdraft serve` takes: name one.")
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server of one engine: the routes of all APIs, and routes for the server's state."""
+"""The HTTP server of one model: the routes of all APIs, and routes for the server's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.receipts import ReceiptBook
 from blockdraft.server.api.responses.routes import routes as response_routes
 from blockdraft.server.api.schemas import Version
-from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.replicas import Replicas
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.replies import (
     health_of,
@@ -32,11 +32,11 @@ from blockdraft.server.http.routing import HANDLERS, FastRoutes
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_feed import LoopFeed, live_events
 from blockdraft.server.page.live_page import routes as page_routes
-from blockdraft.server.page.metrics import render
+from blockdraft.server.page.metrics import Served, render
 
 
 def make_app(
-    engine: RemoteEngine,
+    engine: Replicas,
     *,
     name: str,
     options: ServerOptions,
@@ -54,7 +54,7 @@ def make_app(
 
 
 def make_api(
-    engine: RemoteEngine,
+    engine: Replicas,
     *,
     name: str,
     tool_format: str = "auto",
@@ -79,7 +79,7 @@ def make_api(
 class _State:
     """The routes for the server's state."""
 
-    def __init__(self, engine: RemoteEngine, name: str, refused: Counter[str]) -> None:
+    def __init__(self, engine: Replicas, name: str, refused: Counter[str]) -> None:
         self.engine = engine
         self.name = name
         self.refused = refused  # by AuthLimits
@@ -113,6 +113,7 @@ class _State:
         if self.engine.engine_info is not None:
             start["sampling"] = dict(self.engine.engine_info.sampling)
             start["fingerprint"] = asdict(self.engine.engine_info.fingerprint)
+        start["replicas"] = self.engine.status()
         if snapshot is not None:  # before the first answer, what the start found
             start["speculation"] = snapshot.speculation or self.engine.startup.speculation
         return start_response(start)
@@ -125,10 +126,11 @@ class _State:
         return server_info_response(self.name)
 
     async def metrics(self, request: Request) -> Response:
-        engine = self.engine
-        snapshot = await engine.snapshot() or Stats().snapshot(Load())
-        num_refused, start = self.refused["connections"], engine.startup.snapshot()
-        body, content_type = render(snapshot, engine.engine_info, self.name, start, num_refused)
+        engine, unknown = self.engine, Stats().snapshot(Load())
+        snapshots = [one or unknown for one in await engine.snapshots()]
+        served = Served(engine.status(), engine.num_repeated, self.refused["connections"])
+        start = engine.startup.snapshot()
+        body, content_type = render(snapshots, engine.engine_info, self.name, start, served)
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:
@@ -136,7 +138,11 @@ class _State:
         engine = self.engine
 
         def info() -> dict[str, object] | None:
-            return None if engine.engine_info is None else asdict(engine.engine_info)
+            if engine.engine_info is None:
+                return None
+            states = [one["state"] for one in engine.status()]
+            of_several = {"replicas": f"{states.count('ready')} of {len(states)} ready"}
+            return asdict(engine.engine_info) | (of_several if len(states) > 1 else {})
 
         feed = LoopFeed(engine.snapshot)
         return live_response(

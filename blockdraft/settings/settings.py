@@ -57,7 +57,14 @@ class Settings:
         least=0,
     )
     width: int | Auto = _setting("auto", "tokens verified per step with the anchor; 1: no drafts", least=1)
-    device: str = _setting("auto", "cpu, cuda, or cuda:N for one card; auto: cuda if there is one, else cpu")
+    device: str = _setting(
+        "auto",
+        "cpu, cuda, or cuda:N for one card; auto: cuda if there is one, else cpu; `serve` takes a list, one "
+        "replica each: cuda:0,cuda:1, or cuda:0,cuda:0 to share a card",
+    )
+    replicas: int | Auto = _setting(
+        1, "engines that `serve` runs, each on a card of its own; auto: one on each free card", least=1
+    )
     dtype: str = _setting("auto", "number format of both models", choices=DTYPES)
     quantization: str = _setting(
         "auto",
@@ -182,7 +189,8 @@ class Settings:
     def _check_engine(self) -> None:
         """Raise SettingsError for another engine's settings, and for wrong settings of several machines."""
         if self.engine == "native":
-            check_device(self.device)
+            for name in self.device.split(","):
+                check_device(name)
         for item in fields(self):
             value = getattr(self, item.name)
             if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:

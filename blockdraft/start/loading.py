@@ -252,8 +252,9 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 def resolve_device(name: str) -> str:
     """Return torch's name for the device `name`. Raise SettingsError if we do not support the device."""
-    check_device(name)
-    return device_for(name, has_gpu=torch.cuda.is_available())
+    found = device_for(name, has_gpu=torch.cuda.is_available())
+    check_device(found)
+    return found
 
 
 def timing_notices(

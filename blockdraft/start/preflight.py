@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import Case, open_pair
+from blockdraft.planner.replicas import check_fit, replica_settings, wants_replicas
 from blockdraft.planner.resolver import device_for
 from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
@@ -34,6 +37,34 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
         return
     if fit.problem is not None and fit.weight_bytes > fit.budget:
         raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
+
+
+def check_replicas(
+    settings: Settings, warn: Callable[[str], None] = lambda line: None
+) -> tuple[Settings, ...]:
+    """Return the settings of each replica. Raise an error if one cannot start."""
+    if not wants_replicas(settings):
+        check_native(settings, warn)
+        return (settings,)
+    if settings.chat_template is not None:
+        read_chat_template(settings.chat_template)
+    machine = read_machine()
+    replicas = replica_settings(settings, machine)
+    for warning in check_recipe_card(settings.recipe, settings.model, replicas[0].device, machine):
+        warn(warning)
+    if settings.model != "default":
+        with suppress(FetchError):
+            check_fit(replicas, machine)
+    return replicas
+
+
+def use_cores(device: str, number: int, count: int) -> None:
+    """Use the cores of CPU replica `number` of `count`. Call this before importing torch."""
+    if device_for(device, has_gpu=may_have_gpu()) != "cpu" or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
+    os.sched_setaffinity(0, own or {cores[number % len(cores)]})
 
 
 def pin_cpu_threads(device: str) -> None:

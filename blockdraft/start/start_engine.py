@@ -149,6 +149,8 @@ def _check_native(settings: Settings) -> None:
         raise SettingsError(
             f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
         )
+    if settings.replicas != 1:
+        raise SettingsError(f"replicas = {settings.replicas}: only `blockdraft serve` runs several engines.")
 
 
 def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from blockdraft.engine.engine import mix
+from blockdraft.engine.seeds import mix
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlash2, DFlashLayer

@@ -320,7 +320,7 @@ def test_a_speedup_that_is_not_known_is_not_shown():
     assert nothing.speedup is None, "nothing was decoded"
     assert nothing.speculation == "speculation: on, 4 tokens tried per step with one answer"
     for snapshot, is_there in ((nothing, False), (replace(nothing, speedup=1.5), True)):
-        text = render(snapshot, None, "x")[0].decode()
+        text = render([snapshot], None, "x")[0].decode()
         assert ("blockdraft:speculation_speedup{" in text) == is_there
     beside = replace(nothing, speedup=1.96)
     assert beside.speculation.endswith("lately 1.9x the speed of plain decoding"), "not beyond 1.96 tokens"

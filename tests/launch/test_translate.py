@@ -380,6 +380,7 @@ NEITHER += [
     {"tool_format": "hermes"},
     {"max_stall_ms": 50},
     {"recheck": 0.1},
+    {"replicas": 2},
     {"model": "default"},
     {"model": "folder/model.Q4_1.gguf"},
 ]
@@ -409,6 +410,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code", "recheck"}
+    elsewhere |= {"replicas"}
     elsewhere |= {"draft_kv_dtype", "kv_window", "prefix_state_bytes"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested

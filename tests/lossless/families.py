@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from blockdraft.cache.recurrent import RecurrentState
-from blockdraft.engine.engine import Engine, mix
+from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.seeds import mix
 from blockdraft.step.drafter import NoDrafter, Weightless
 from tests import tiny
 from tests.fixtures import make_pair as fixture

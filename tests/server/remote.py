@@ -1,4 +1,4 @@
-"""An engine at the other end of a connection, in a thread instead of a process."""
+"""Engines at the other end of connections, in threads instead of processes."""
 
 import contextlib
 import os
@@ -8,7 +8,8 @@ from multiprocessing import Pipe
 
 from blockdraft.phases import StartProgress
 from blockdraft.server.engine_link.engine_worker import run_engine
-from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.replica import ReplicaPlace
+from blockdraft.server.engine_link.replicas import Replicas
 
 PATIENCE_S = 60
 
@@ -19,6 +20,7 @@ class ThreadChild:
     def __init__(self, connection, make_engine, step_timeout_s):
         self._connection = connection
         self.exitcode = 0
+        self.pid = None
         self._thread = threading.Thread(target=self._run, args=(make_engine, step_timeout_s), daemon=True)
         self._thread.start()
 
@@ -36,23 +38,60 @@ class ThreadChild:
     def join(self):
         pass
 
+    def close(self):
+        pass
+
 
 @contextlib.contextmanager
-def remote_engine(make_engine, on_hang=lambda engine: None, step_timeout_s=PATIENCE_S):
-    """`make_engine` gets the progress of the start, and is waited for."""
-    ours, theirs = Pipe()
+def remote_engines(
+    *make_engines,
+    on_hang=lambda engines: None,
+    step_timeout_s=PATIENCE_S,
+    waits=True,
+    device="cpu",
+    on_start=lambda place, neighbours: None,
+):
+    """Replicas in threads. `make_engine` gets the progress of the start; all first starts are waited for.
 
-    def make(startup, on_tokenizer):
-        engine = make_engine(startup)
-        on_tokenizer(engine.models.tokenizer)
-        return engine
+    One that is lost is started again in a thread, too, by its own `make_engine`. On a card, only the first
+    one has been started at the beginning.
+    """
 
-    child = ThreadChild(theirs, make, step_timeout_s)
-    engine = RemoteEngine(ours, child, StartProgress(), on_hang, step_timeout_s=step_timeout_s)
+    def child_of(make_engine):
+        ours, theirs = Pipe()
+
+        def make(startup, on_tokenizer):
+            engine = make_engine(startup)
+            on_tokenizer(engine.models.tokenizer)
+            return engine
+
+        return ours, ThreadChild(theirs, make, step_timeout_s)
+
+    def start(place, neighbours):
+        on_start(place, neighbours)
+        return child_of(place.work)
+
+    places = [ReplicaPlace(device, make_engine) for make_engine in make_engines]
+    first = make_engines if device == "cpu" else make_engines[:1]
+    children = {index: child_of(make_engine) for index, make_engine in enumerate(first)}
+    replicas = Replicas(
+        places,
+        children,
+        StartProgress(),
+        on_hang,
+        step_timeout_s=step_timeout_s,
+        start=start,
+    )
     ended = threading.Event()
-    while engine.startup.state == "starting" and not ended.wait(0.005):
-        pass
+    while waits and any(one["state"] == "starting" for one in replicas.status()) and not ended.wait(0.005):
+        if replicas.error is not None:
+            break
     try:
-        yield engine
+        yield replicas
     finally:
-        engine.close()
+        replicas.close()
+
+
+def remote_engine(make_engine, on_hang=lambda engine: None, step_timeout_s=PATIENCE_S):
+    """The only replica of a server."""
+    return remote_engines(make_engine, on_hang=on_hang, step_timeout_s=step_timeout_s)

@@ -27,6 +27,7 @@ from blockdraft.server.http.lifetime import NUM_SPARE_CONNECTIONS, uvicorn_confi
 from blockdraft.server.http.logs import JsonLines, TextLines
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions, default_hosts, is_loopback, read_api_keys
 from tests.server.asking import ask, connected, listening
+from tests.server.test_life import wait_for
 
 KEY, OTHER_KEY = "sk-right-7f3a", "sk-second-91bc"
 CHAT = "/v1/chat/completions"
@@ -531,6 +532,7 @@ def test_a_json_line_has_time_level_message_and_request_id(locked):
         response = ask(
             locked, "GET", f"/v1/models?key={KEY}", headers={**bearer(KEY), "x-request-id": "abc-1"}
         )
+        wait_for(lambda: "blockdraft.access" in stream.getvalue(), "the line comes after the answer")
     line = next(json.loads(line) for line in stream.getvalue().splitlines() if "blockdraft.access" in line)
     assert response.headers["x-request-id"] == response.json()["id"] == line["request_id"] == "abc-1"
     assert line["message"].startswith("GET /v1/models 200 in ")

@@ -495,9 +495,11 @@ def test_without_a_drafter_there_is_nothing_to_show(open_page, fake):
 def test_where_drafts_are_too_slow_they_come_on_request(open_page, fake):
     """The server serves width 1: plain questions are left alone, and those who want to see drafts ask."""
     fake.engine |= {"width": 1, "width_reason": "width 1: no draft pays on this machine"}
+    fake.engine["replicas"] = "1 of 2 ready"
     page = open_page()
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#engine")).to_contain_text("no draft pays on this machine")
+    expect(page.locator("#engine")).to_contain_text("1 of 2 ready")
     expect(page.locator("#width")).to_be_enabled()
     widths = ["automatic", "1: off", "2", "4", "8", "16"]
     assert page.locator("#width option").all_inner_texts() == widths

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -317,6 +318,74 @@ def test_an_interpreter_that_is_stuck_ends_the_server_with_code_75():
         assert process.end() == 75
         asking.join()
     assert any("interpreter is stuck" in line for line in process.errors)
+
+
+# ---- replicas
+
+
+def sampled(url, seed, seen):
+    """The text of a long answer; adds a number to `seen` with every event."""
+    body = {**LONG, "temperature": 1.0, "seed": seed}
+    with httpx.stream("POST", url + CHAT, json=body, timeout=60) as response:
+        assert response.status_code == 200
+        text = ""
+        for line in filter(None, response.iter_lines()):
+            seen.append(seed)
+            if line != "data: [DONE]":
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                text += choice["delta"].get("content", "")
+        assert line == "data: [DONE]"
+    return text
+
+
+def together(url, kill=lambda: None):
+    """Twelve answers at once; `kill` is called when all have begun."""
+    seen = []
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(sampled, url, seed, seen) for seed in range(12)]
+        wait_for(lambda: len(set(seen)) == 12, "not all answers begin")
+        kill()
+        return [one.result() for one in asked]
+
+
+def replicas_of(url):
+    return httpx.get(f"{url}/ready").json()["replicas"]
+
+
+def all_ready(url):
+    return all(one["state"] == "ready" for one in replicas_of(url))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no SIGKILL")
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_that_are_killed_break_no_stream_change_no_answer_and_come_back(num_replicas):
+    flags = ("--replicas", str(num_replicas), "--max-num-seqs", "12", "--no-verify")
+    with running(*MODEL, *flags, patch=SLOW_STEPS) as process:
+        url = process.ready()
+        wait_for(lambda: all_ready(url), "not all replicas are ready")
+        expected = together(url)
+        first, *_ = replicas_of(url)
+        assert together(url, lambda: os.kill(first["pid"], signal.SIGKILL)) == expected
+        assert alive(url) == httpx.get(f"{url}/health").status_code == 200
+        wait_for(lambda: all_ready(url), "the replica does not come back")
+        after = replicas_of(url)
+        assert [one["restarts"] for one in after] == [1, *[0] * (num_replicas - 1)]
+        assert together(url, lambda: [os.kill(one["pid"], signal.SIGKILL) for one in after]) == expected
+        wait_for(lambda: all_ready(url), "the replicas do not come back")
+        pids = [one["pid"] for one in replicas_of(url)]
+        assert process.end(signal.SIGTERM) == 0
+    assert len(set(expected)) == 12
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "Traceback" not in process.text
+
+
+def test_replicas_that_cannot_be_are_refused_in_one_line_with_code_2():
+    with running(*MODEL, "--device", "cpu,cuda:0") as process:
+        assert process.end() == 2
+    assert process.output == []
+    (line,) = process.errors
+    assert line.endswith("replicas run on cards or on the CPU, not on both.")
 
 
 def _ask_in_vain(url):

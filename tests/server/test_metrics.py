@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
-from blockdraft.server.page.metrics import FINISH_REASONS, render
+from blockdraft.server.page.metrics import FINISH_REASONS, Served, render
 from tests import tiny
 
 NAME = 'pair "with quotes"\n'  # a name may be any text
@@ -31,14 +31,14 @@ class Info:
 
 def scrape(snapshot, **kwargs):
     """{(sample name, labels without model and engine): value}, and the families by name."""
-    text, kind = render(snapshot, kwargs.pop("info", Info()), NAME, **kwargs)
+    text, kind = render([snapshot], kwargs.pop("info", Info()), NAME, **kwargs)
     assert kind.startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     samples = {}
     for family in families.values():
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("engine") == "0"
+            assert labels.pop("engine", "0") == "0"
             assert labels.pop("model_name", NAME) == NAME
             samples[sample.name, tuple(sorted(labels.items()))] = sample.value
     return samples, families
@@ -174,7 +174,7 @@ def test_waiting_is_told_by_its_reason():
 
 def test_refusals_are_told_by_their_reason():
     load = Load(num_refused_full=2, num_refused_wait=3, expected_wait_s=4.5)
-    samples, _ = scrape(Stats().snapshot(load), num_refused=1)
+    samples, _ = scrape(Stats().snapshot(load), served=Served((), num_refused=1))
     assert samples["blockdraft:requests_refused_total", (("reason", "queue_full"),)] == 2
     assert samples["blockdraft:requests_refused_total", (("reason", "long_wait"),)] == 3
     assert samples["blockdraft:connections_refused_total", ()] == 1
@@ -221,5 +221,5 @@ def test_before_the_engine_is_there_everything_is_zero():
 
 def test_nothing_is_registered_globally(served):
     before = list(REGISTRY._collector_to_names)
-    render(served[0].snapshot(), Info(), NAME)
+    render([served[0].snapshot()], Info(), NAME)
     assert list(REGISTRY._collector_to_names) == before

@@ -27,6 +27,7 @@ from tests.test_fp4_kernels import MARLIN
 def test_before_it_is_ready_requests_are_told_to_come_back(tmp_path):
     with running(tmp_path, mode="hang") as server:
         url = server.early_url()
+        wait_for(lambda: alive(url) == 200, "nobody listens")
         wait_for(lambda: "load" in str(httpx.get(f"{url}/ready").json()["phases"]), "no phases")
         wait_for(lambda: (tmp_path / "pids").exists(), "no engine")
         refused = httpx.post(url + CHAT, json=HELLO)

@@ -17,12 +17,13 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs
-from blockdraft.phases import StartProgress
+from blockdraft.phases import StartProgress, StartState
 from blockdraft.server.app import make_app
 from blockdraft.server.engine_link import outbox
 from blockdraft.server.engine_link import remote_engine as remote_engine_module
 from blockdraft.server.engine_link.outbox import Inbox
-from blockdraft.server.engine_link.remote_engine import RemoteEngine, start_engine_process
+from blockdraft.server.engine_link.replica import ReplicaPlace
+from blockdraft.server.engine_link.replicas import Replicas, start_replicas
 from blockdraft.server.options import ServerOptions
 from tests.grammar import json_tokens
 from tests.server.asking import connected
@@ -236,6 +237,7 @@ class Unread:
     """A process that never reads what it is sent."""
 
     exitcode = -9
+    pid = None
 
     def __init__(self, connection):
         self._connection = connection
@@ -246,13 +248,19 @@ class Unread:
     def join(self):
         pass
 
+    def close(self):
+        pass
+
 
 @contextlib.contextmanager
 def unread_engine():
     """An engine that says it is ready, and then reads nothing until the test asks its connection."""
     ours, theirs = Pipe()
-    remote = RemoteEngine(ours, Unread(theirs), StartProgress(), lambda _: None, step_timeout_s=PATIENCE_S)
-    remote.startup.ready()
+    place, child = ReplicaPlace("cpu", None), (ours, Unread(theirs))
+    remote = Replicas([place], {0: child}, StartProgress(), lambda _: None, step_timeout_s=PATIENCE_S)
+    theirs.send(("start", StartState({}, "ready")))
+    while remote.startup.state != "ready":
+        time.sleep(0.001)
     try:
         yield remote, theirs
     finally:
@@ -337,7 +345,7 @@ def test_what_has_ended_no_longer_counts(remote):
         asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
     with pytest.raises(RequestError):
         asyncio.run(collect(remote, LONG, [10**6]))
-    assert remote._num_live_bytes == 0
+    assert remote.engines[0]._num_live_bytes == remote.engines[0].work == 0
 
 
 def test_counters_are_not_asked_of_an_engine_that_does_not_read():
@@ -361,9 +369,9 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(remote):
     assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
 
 
-def hold_the_lock(connection):
+def hold_the_lock(_, connection):
     """An engine's process whose interpreter is stuck in a call that never gives its lock away."""
-    connection.send(("info", "ready"))
+    connection.send(("info", None))
     ctypes.PyDLL(None).sleep(60)
 
 
@@ -371,7 +379,8 @@ def hold_the_lock(connection):
 def test_an_interpreter_that_is_stuck_is_seen_from_outside(monkeypatch):
     monkeypatch.setattr(remote_engine_module, "MIN_SILENCE_S", 0.2)
     hung = threading.Event()
-    remote = start_engine_process(hold_the_lock, StartProgress(), lambda _: hung.set(), step_timeout_s=0.2)
+    place = ReplicaPlace("cpu", hold_the_lock)
+    remote = start_replicas([place], StartProgress(), lambda _: hung.set(), step_timeout_s=0.2)
     try:
         assert hung.wait(10)
         assert remote.is_silent

@@ -379,6 +379,9 @@ class Starting:
         phase = {"name": "load", "state": "running", "seconds": 1.5, "detail": None, "progress": 0.5}
         return {"state": self.state, "seconds": 2.0, "phases": [phase], "warnings": [], "error": None}
 
+    def status(self):
+        return []
+
 
 POSTS = {
     CHAT: HELLO,

@@ -1,4 +1,4 @@
-"""ApiHost: answers the requests of every API with one engine; routes of chat and text completions."""
+"""ApiHost: answers the requests of every API with the engines; routes of chat and text completions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from blockdraft.server.api.messages.schemas import ModelInfo
 from blockdraft.server.api.receipts import OnEnd, ReceiptBook
 from blockdraft.server.api.schemas import AnswerObject, ModelCard
 from blockdraft.server.api.streaming import Writer, respond
-from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.replicas import Replicas
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.large_json import json_response
@@ -64,13 +64,13 @@ CLIENT_GONE = 499  # nginx's number; the client has gone and cannot read it
 
 
 class ApiHost:
-    """Answers the requests of all APIs with one engine.
+    """Answers the requests of all APIs with the engines.
 
     `name` is the model's name for clients; `tool_format` names its format of tool calls.
     """
 
     def __init__(
-        self, engine: RemoteEngine, name: str, tool_format: str, receipts: ReceiptBook | None = None
+        self, engine: Replicas, name: str, tool_format: str, receipts: ReceiptBook | None = None
     ) -> None:
         self._receipts = receipts
         self.engine = engine

@@ -10,6 +10,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from blockdraft.engine.request import FinishReason
+from blockdraft.server.engine_link.replica import ReplicaStatus
 from blockdraft.server.http.replies import Health
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
@@ -111,3 +112,4 @@ class Start(TypedDict):
     sampling: NotRequired[dict[str, float]]  # defaults for requests that do not set them
     fingerprint: NotRequired[AnswerFingerprint]
     speculation: NotRequired[str]  # whether drafts pay off now; before the first answer, at the start
+    replicas: NotRequired[list[ReplicaStatus]]

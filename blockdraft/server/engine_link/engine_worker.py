@@ -36,14 +36,19 @@ def run_engine(
     *,
     step_timeout_s: float,
     recheck_share: float = 0.0,
+    has_tokenizer: bool = False,
     max_wait_s: float = math.inf,
 ) -> None:
-    """Serve until the server sends "close" or is gone. `make_engine` sends its tokenizer early."""
+    """Serve until the server sends "close" or is gone.
+
+    `make_engine` sends its tokenizer early, unless the server `has_tokenizer` of another replica.
+    """
     server = _Server(connection)
     startup.on_change = functools.partial(server.tell, "start")
 
     def make(startup: StartProgress) -> Engine:
-        engine = make_engine(startup, functools.partial(server.tell, "tokenizer"))
+        tell = functools.partial(server.tell, "tokenizer")
+        engine = make_engine(startup, (lambda _: None) if has_tokenizer else tell)
         gc.freeze()  # these objects stay: later collections need not scan them
         server.tell("info", engine_info(engine))
         return engine
@@ -74,6 +79,7 @@ def _add(
     prompt_ids: list[int],
     sampling: SamplingParams,
     turn: Turn,
+    seed: int,
 ) -> None:
     stream = _RemoteStream(request_id, server)
 
@@ -87,7 +93,7 @@ def _add(
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, stream, turn).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, stream, turn, seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""RemoteEngine: the server's interface to our engine, which runs in its own process.
+"""RemoteEngine: one of the server's engines, which runs in its own process.
 
 A process runs only one thread of Python at a time. An engine in the server's process launches hundreds of
 kernels per step, and would wait for the event loop at each. The engine's side is engine_worker.py. Messages
@@ -8,38 +8,35 @@ are tuples over a private pair of sockets; all deltas of a step are one message.
 from __future__ import annotations
 
 import asyncio
-import atexit
+import contextlib
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
-import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event, Lock, Thread
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import ANYONE, Delta, SamplingParams, Turn, new_request_id
+from blockdraft.engine.request import Delta
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream, ends_request
-from blockdraft.errors import CapacityError, RequestError
-from blockdraft.phases import StartProgress
+from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, ends_request
+from blockdraft.errors import CapacityError
+from blockdraft.phases import StartState
+from blockdraft.server.engine_link.engine_process import end_of
+from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[Connection], None]  # the engine's side of a connection
 UNHEALTHY_S = 10.0  # of silence, after which /health reports a problem; arbitrary
+CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
+SNAPSHOT_S = 1.0  # after that, the last snapshot is returned
+MIN_SILENCE_S = 5.0  # on a busy machine, a healthy process may be silent for less; arbitrary
+MAX_LIVE_BYTES = 64 << 20  # of packed requests that have not ended; 4 to 5 bytes per token
 
 
 class SilenceWatch:
@@ -71,6 +68,7 @@ class SilenceWatch:
 
     def close(self) -> None:
         self._stop.set()
+        self._on_silence = lambda: None  # else both would hold each other until the garbage is collected
 
     def _run(self) -> None:
         tick_s, num_heard = min(1.0, self._limit_s / 4), self._num_heard
@@ -82,100 +80,48 @@ class SilenceWatch:
                 return
 
 
-def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> BaseProcess:
-    """Run `work` in its own process. A forked child closes `closes`, which it does not need.
+class Owner(Protocol):
+    """Hears of an engine's changes, on the thread that reads its messages."""
 
-    It forks only on Linux: Windows cannot, and macOS's libraries may crash. Elsewhere `work` is pickled.
-    """
-    is_forked = sys.platform == "linux"
-    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
-    args = (work, connection, closes if is_forked else ())
-    process: BaseProcess = context.Process(target=_be_the_child, args=args)
-    process.start()
-    atexit.register(process.kill)  # else, if we fail, both processes wait for each other
-    return process
+    def on_change(self, engine: RemoteEngine) -> None:
+        """Hear that the start has moved on, or that the tokenizer or the engine's info is known."""
 
+    def on_hang(self, engine: RemoteEngine) -> None:
+        """Hear that a step, or the whole process, has stopped."""
 
-def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:
-    """Run `work` and exit. Ignore SIGINT and SIGTERM: the server handles them and ends this process."""
-    code = 1
-    try:
-        for one in closes:
-            one.close()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # not SIG_IGN, which our children would inherit
-        work(connection)
-        code = 0
-    except BaseException:
-        log.exception("the engine's process failed")
-    finally:
-        logging.shutdown()
-        os._exit(code)
+    def on_refusal(self, engine: RemoteEngine, live: LiveRequest, error: Exception) -> None:
+        """Take back a request that the engine has not queued."""
 
-
-CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
-SNAPSHOT_S = 1.0  # after that, the last snapshot is returned
-MIN_SILENCE_S = 5.0  # on a busy machine, a healthy process may be silent for less; arbitrary
-LARGE_PROMPT = 4096  # tokens; longer requests are packed in a thread; arbitrary
-MAX_LIVE_BYTES = 64 << 20  # of packed requests that have not ended; 4 to 5 bytes per token
-
-log = logging.getLogger(__name__)
-
-OnHang = Callable[["RemoteEngine"], None]
-
-
-def start_engine_process(
-    work: Work,
-    startup: StartProgress,
-    on_hang: OnHang,
-    *,
-    step_timeout_s: float,
-    closes: Items[socket.socket] = (),
-) -> RemoteEngine:
-    """Run `work`, the engine's side of a connection, in a child. Call it before any thread is started."""
-    ours, theirs = Pipe()
-    child = start_child(work, theirs, (ours, *closes))
-    theirs.close()
-    return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
-
-
-@dataclass(slots=True)
-class _Live:
-    stream: Stream
-    num_bytes: int  # of the packed request
+    def on_end(self, engine: RemoteEngine, lives: list[LiveRequest]) -> None:
+        """Hear that the process has ended, and take back its requests."""
 
 
 class RemoteEngine:
     """The engine in the process `child`, in which `run_engine` has the other end of the connection.
 
-    `startup` follows the engine's start. `on_hang` is called if a step takes longer than `step_timeout_s`, or
-    if the process is silent for that long (and at least MIN_SILENCE_S).
+    The owner hears if a step takes longer than `step_timeout_s`, or if the process is silent for that long
+    (and at least MIN_SILENCE_S).
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        child: BaseProcess,
-        startup: StartProgress,
-        on_hang: OnHang,
-        *,
-        step_timeout_s: float,
+        self, connection: Connection, child: BaseProcess, owner: Owner, *, step_timeout_s: float
     ) -> None:
-        self.startup = startup
+        self.start: StartState | None = None  # None: the process has not reported yet
         self.error: str | None = None  # why the engine is lost; it never recovers
         self.is_hanging = False
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
         self.tokenizer: Tokenizer | None = None
+        self.work = 0  # of the requests that have not ended, in prompt tokens
+        self.pid = child.pid
         self._child = child
         self._connection = connection
-        self._on_hang = on_hang
+        self._owner = owner
         self._inbox, self._outbox = Inbox(connection), Outbox(connection)
         self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
         self._lock = Lock()  # keeps what is sent and what is live consistent
         self._is_open = True
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._num_live_bytes = 0
-        self._outlets = Outlets()
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Snapshot | None]] = {}
         self._last_snapshot: Snapshot | None = None
@@ -188,43 +134,44 @@ class RemoteEngine:
         return len(self._live)
 
     @property
-    def is_closed(self) -> bool:
-        return not self._is_open
+    def is_ready(self) -> bool:
+        return self._is_open and self.start is not None and self.start.state == "ready"
 
     @property
     def is_silent(self) -> bool:
         """Return whether the process is silent: it may be stuck, and may recover."""
         return self._silence.is_long
 
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn = ANYONE) -> Stream:
-        """Queue a prompt. Raises EngineStopped, and CapacityError if the live requests take too many bytes.
+    def send(self, live: LiveRequest, num_cached: int = 0, *, soon: bool = False) -> bool:
+        """Send a request; its prompt's first `num_cached` tokens are probably in the cache.
 
-        Errors of Engine.add are raised by the stream: to wait for them here would cost a message and two
-        wake-ups per request.
+        `soon`: with the others of the running event loop's turn.
+
+        Return False if the process has ended. Raise CapacityError if the live requests take too many bytes,
+        unless the request is a repeat. Errors of Engine.add arrive later: to wait for them here would cost a
+        message and two wake-ups per request.
         """
-        if self.error is not None:
-            raise EngineStopped(self._why())
-        if self.startup.state != "ready":
-            raise EngineStopped(f"the engine is {self.startup.state}.")
-        stream = Stream(new_request_id(), self._outlets.here(), self.abort)
-        message = await _packed_request(stream.request_id, prompt_ids, sampling, turn)
         with self._lock:
             if not self._is_open:
-                raise EngineStopped(self._why())
-            if self._num_live_bytes + len(message) > MAX_LIVE_BYTES:
+                return False
+            if not live.num_repeats and self._num_live_bytes + len(live.message) > MAX_LIVE_BYTES:
                 raise CapacityError(
                     f"requests of {self._num_live_bytes >> 20} MiB wait for the engine, and the server holds "
                     "no more: try again later."
                 )
-            self._live[stream.request_id] = _Live(stream, len(message))
-            self._num_live_bytes += len(message)
-            self._outbox.put_soon(message)
-        return stream
+            live.work = live.work_with(num_cached)
+            self.work += live.work
+            self._live[live.id] = live
+            self._num_live_bytes += len(live.message)
+            (self._outbox.put_soon if soon else self._outbox.put)(live.message)
+        if live.stream.is_over:  # closed while no engine had the request
+            self.abort(live.id)
+        return True
 
     def abort(self, request_id: str) -> None:
         """End a request within one step. Its stream ends with finish reason "abort"."""
         with self._lock:
-            if self._is_open:
+            if self._is_open and request_id in self._live:
                 self._send("abort", request_id)
 
     async def snapshot(self) -> Snapshot | None:
@@ -244,15 +191,16 @@ class RemoteEngine:
             self._asked.pop(number, None)
         return self._last_snapshot
 
-    def close(self) -> None:
-        """End the process after the step it is in; live requests end with EngineStopped.
-
-        It does not wait for a start to end.
-        """
+    def begin_close(self) -> None:
+        """Let the process end after the step it is in."""
         with self._lock:
             is_first, self._is_open = self._is_open, False
             if is_first and self.engine_info is not None:
                 self._send("close")
+
+    def close(self) -> None:
+        """End the process after the step it is in. It does not wait for a start to end."""
+        self.begin_close()
         self._reader.join(CLOSE_S if self.engine_info is not None and not self.is_hanging else 0.0)
         if self._reader.is_alive():
             self.kill()
@@ -260,7 +208,8 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """Kill the process at once."""
-        self._child.kill()
+        with contextlib.suppress(ValueError):  # it has ended
+            self._child.kill()
 
     def _send(self, *message: object) -> None:
         self._outbox.put(packed(message))
@@ -273,33 +222,36 @@ class RemoteEngine:
     def _hang(self) -> None:
         if not self.is_hanging:
             self.is_hanging = True
-            self._on_hang(self)
+            self._owner.on_hang(self)
 
     # ---- everything below runs on the reader's thread
 
     def _read(self) -> None:
         try:
-            while True:
+            while self.error is None:
                 message = self._inbox.recv()
                 self._silence.hear()
                 self._take(message)
+            self.kill()  # it has failed and said why: other engines continue its requests
         except (EOFError, OSError):
             pass
         except Exception:
             log.exception("a message of the engine's process could not be read")
             self.kill()
-        self._child.join()
-        self._end(self._child.exitcode or 0)
+        self._end(end_of(self._child))
 
     def _take(self, message: tuple[Any, ...]) -> None:
         match message:
             case "start", state:
-                self.error = state.error if state.state == "failed" else self.error
-                self.startup.follow(state)
+                self.error = state.error if state.state == "failed" else None
+                self.start = state
+                self._owner.on_change(self)
             case "tokenizer", tokenizer:
                 self.tokenizer = tokenizer
+                self._owner.on_change(self)
             case "info", info:
                 self.engine_info = info
+                self._owner.on_change(self)
                 self._silence.start()  # only now, as a start may compile for minutes
             case ("hanging",):
                 self._hang()
@@ -308,72 +260,74 @@ class RemoteEngine:
                 if answer is not None and answer.set_running_or_notify_cancel():
                     answer.set_result(snapshot)
             case "refused", request_id, error:
-                stream = self._live[request_id].stream
-                self._forget(request_id)
-                stream.outlet.send([(stream, error)])
+                self._owner.on_refusal(self, self._forget(request_id), error)
             case "deltas", items:
                 self._take_deltas(items)
             case _:
                 assert message == ("beat",)  # a sign of life, which `_read` has noted
 
-    def _forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+    def _forget(self, request_id: str) -> LiveRequest:
+        """Forget a request that has ended, and return it."""
         with self._lock:
-            self._num_live_bytes -= self._live.pop(request_id).num_bytes
+            live = self._live.pop(request_id)
+            self._num_live_bytes -= len(live.message)
+            self.work -= live.work
+        return live
 
     def _take_deltas(self, items: list[tuple[str, tuple[Any, ...] | Exception]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
         for request_id, values in items:
             live = self._live.get(request_id)
-            if live is not None:
-                item = values if isinstance(values, Exception) else Delta(*values)
-                mail[live.stream.outlet].append((live.stream, item))
-                if ends_request(item):
-                    self._forget(request_id)
+            if live is None:
+                continue
+            item = values if isinstance(values, Exception) else Delta(*values)
+            rest = self._rest(live, item)
+            if rest is not None:
+                mail[live.stream.outlet].append((live.stream, rest))
         for outlet, its_mail in mail.items():
             if not outlet.send(its_mail):
                 for receiver, _ in its_mail:
                     self.abort(receiver.request_id)
 
+    def _rest(self, live: LiveRequest, item: Item) -> Item | None:
+        """Return what the client does not have of an item; forget a request that ends with it."""
+        is_over, rest = ends_request(item), item
+        if isinstance(item, Delta):
+            if not live.has_begun:
+                self._note_begin(live)
+            found = live.take(item)
+            if found is None:
+                return None
+            rest = found
+        if is_over:
+            self._forget(live.id)
+        elif ends_request(rest):  # a repeat, whose other choices had ended before
+            self.abort(live.id)
+            self._forget(live.id)
+        return rest
+
+    def _note_begin(self, live: LiveRequest) -> None:
+        """Note that a request's prompt has been computed: what is left of its work is the answer."""
+        with self._lock:
+            left = live.work_with(live.num_prompt)
+            self.work -= live.work - left
+            live.work = left
+
     def _end(self, code: int) -> None:
-        """End all requests, because the process has ended, by request or by itself."""
+        """Hand all requests back, because the process has ended, by request or by itself."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
-            live, self._live, self._num_live_bytes = self._live, {}, 0
+            lives, self._live, self._num_live_bytes, self.work = [*self._live.values()], {}, 0, 0
             asked, self._asked = self._asked, {}
         self._silence.close()
         self._outbox.close()
         self._connection.close()
         if was_open:
             self.error = self.error or _ended_by_itself(code)
-            log.error("%s", self.error)
-            self.startup.fail(self.error)
-        reason = EngineStopped(self._why())
         for answer in asked.values():
             if answer.set_running_or_notify_cancel():
-                answer.set_exception(reason)
-        for one in live.values():
-            one.stream.outlet.send([(one.stream, reason)])
-
-    def _why(self) -> str:
-        if self.error is None:
-            return "the engine is closed."
-        return "the engine failed on an internal error: restart the server."
-
-
-async def _packed_request(
-    request_id: str, prompt_ids: Items[int], sampling: SamplingParams, turn: Turn
-) -> bytes:
-    """Return the packed request. Long prompts and structured outputs are packed in a thread."""
-    message = ("add", request_id, prompt_ids, sampling, turn)  # a list: Engine.add makes the tuple
-    try:
-        if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
-            return await asyncio.to_thread(packed, message)
-        return packed(message)
-    except RecursionError:
-        raise RequestError(
-            "the structured output's schema nests too deep: flatten it.", "structured_outputs"
-        ) from None
+                answer.set_exception(EngineStopped("the engine is closed."))
+        self._owner.on_end(self, lives)
 
 
 def _ended_by_itself(code: int) -> str:

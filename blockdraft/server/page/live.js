@@ -213,7 +213,7 @@ export function showStartup(startup) {
 
 const ENGINE_ROWS = [
   ["engine", "Engine"], ["target", "Named as"], ["draft", "Drafter named as"], ["width", "Width to begin with"],
-  ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"],
+  ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"], ["replicas", "Replicas"],
   ["quantization", "Weights held as"], ["max_model_len", "Context"], ["max_num_seqs", "Requests at once"],
   ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
   ["fingerprint", "Fingerprint of answers"],

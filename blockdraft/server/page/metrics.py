@@ -10,6 +10,7 @@ Metrics that only this engine has begin with `blockdraft:`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -21,10 +22,11 @@ from prometheus_client.registry import Collector
 from blockdraft.engine.histogram import Histogram
 from blockdraft.engine.stats import Snapshot
 
-if TYPE_CHECKING:  # it needs torch, which a proxy does not
+if TYPE_CHECKING:  # a proxy needs neither
     from blockdraft.engine.info import EngineInfo
+    from blockdraft.server.engine_link.replica import ReplicaStatus
 
-ENGINE = "0"  # vLLM numbers its engines; this server has one
+ENGINE = "0"  # vLLM numbers its engines, and so do we our replicas; this is the first
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 Labels = Mapping[str, str]
@@ -46,26 +48,39 @@ _HISTOGRAMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The replicas behind the server, and what the server itself counts."""
+
+    replicas: Items[ReplicaStatus]
+    num_repeated: int = 0  # requests that one replica continued for another
+    num_refused: int = 0  # requests beyond the limit of requests at once
+
+
 def render(
-    snapshot: Snapshot,
+    snapshots: Items[Snapshot],
     info: EngineInfo | None,
     name: str,
     start: Mapping[str, object] | None = None,
-    num_refused: int = 0,
+    served: Served | None = None,
 ) -> tuple[bytes, str]:
-    """Return text and content type. `start` is StartProgress.snapshot(), `info` None until it is ready.
+    """Return text and content type, with samples for each replica's snapshot.
 
-    `num_refused` counts requests beyond the limit of requests at once.
+    `start` is StartProgress.snapshot(), `info` None until it is ready.
     """
-    labels = {"model_name": name, "engine": ENGINE}
-    families = [*_engine(snapshot, labels)]
-    text = "Requests that were answered with 503, because too many were being answered."
-    families.append(_counter("blockdraft:connections_refused", text, num_refused, labels))
-    if info is not None:
-        families += _info(info, labels)
+    families: dict[str, Metric] = {}
+    for number, snapshot in enumerate(snapshots):
+        labels = {"model_name": name, "engine": str(number)}
+        for family in (*_engine(snapshot, labels), *(() if info is None else _info(info, labels))):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+    found = [*families.values()]
+    if served is not None:
+        found += _replicas(served, name)
     if start is not None:
-        families += _start(start, labels)
-    return _exposition(families)
+        found += _start(start, {"model_name": name, "engine": ENGINE})
+    return _exposition(found)
 
 
 def render_proxy(
@@ -178,7 +193,7 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
         "num_gpu_blocks": str(info.num_pages),
         "cache_dtype": info.kv_dtype,
         "num_cache_bytes": str(info.num_cache_bytes),
-        "engine": ENGINE,
+        "engine": labels["engine"],
     }
     yield _gauge("vllm:cache_config_info", "Sizes of the cache in vLLM's names: a block is a page.", 1, cache)
     text = "Cache bytes per token, of target and drafter together."
@@ -196,6 +211,26 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
         "acceptance": info.synthetic_acceptance or "real",
     }
     yield _gauge("blockdraft:timing_only", text, is_timing_only, {**labels, **faked})
+
+
+def _replicas(served: Served, name: str) -> Iterator[Metric]:
+    labels = ["model_name", "engine", "device"]
+    ready = GaugeMetricFamily("blockdraft:replica_ready", "1 if the replica is ready.", labels=labels)
+    text = "Requests that the replica has."
+    live = GaugeMetricFamily("blockdraft:replica_requests_live", text, labels=labels)
+    text = "Times that the replica was lost and started again."
+    restarts = CounterMetricFamily("blockdraft:replica_restarts", text, labels=labels)
+    for one in served.replicas:
+        values = [name, str(one["replica"]), one["device"]]
+        ready.add_metric(values, one["state"] == "ready")
+        live.add_metric(values, one["requests"])
+        restarts.add_metric(values, one["restarts"])
+    yield from (ready, live, restarts)
+    text = "Requests of lost replicas that others continued."
+    yield _counter("blockdraft:repeated_requests", text, served.num_repeated, {"model_name": name})
+    text = "Requests that were answered with 503, because too many were being answered."
+    first = {"model_name": name, "engine": ENGINE}
+    yield _counter("blockdraft:connections_refused", text, served.num_refused, first)
 
 
 def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:
