@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--rows 1 16 64 256] [--json FILE]
 
-The scheduler, the commit, the text, the counters and the delivery to the event loop are the real ones; the
-step itself is a table of tokens of an English text. All rows have the same prompt and were admitted at once,
-so each finds its pages remembered by another. Then what the event loop does with each delta, up to the event
-that goes to the socket: another thread's work, but under the same interpreter lock. Times are this thread's
-processor time, in microseconds, the mean over all steps, best of `--rounds`, for each of the two threads: a
-full garbage collection (110 ms here) falls into some rounds only.
+The scheduler, the commit, the text, the counters and the message to the HTTP server's process (`deliver`) are
+the real ones; the step itself is a table of tokens of an English text. All rows have the same prompt and were
+admitted at once, so each finds its pages remembered by another. Then what the server's event loop does with
+each delta, up to the event that goes to the socket; it reads the message on another thread, which is not
+counted. Times are this thread's processor time, in microseconds, the mean over all steps, best of `--rounds`,
+for each of the two: a full garbage collection (110 ms here) falls into some rounds only.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from blockdraft.settings.settings import Settings, pin_threads
 pin_threads()
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from benchmarks.record import context, save, table  # noqa: E402
 from blockdraft.checkpoints.opening import open_checkpoint  # noqa: E402
@@ -34,12 +36,16 @@ from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
 from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
-from blockdraft.engine.scheduler import Batch, Outcome  # noqa: E402
 from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
 from blockdraft.planner.plan import Plan  # noqa: E402
 from blockdraft.server.api.chat.answers import ChatAnswer  # noqa: E402
 from blockdraft.server.api.chat.fields import ChatRequest  # noqa: E402
-from blockdraft.server.api.streaming import respond  # noqa: E402
+from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat  # noqa: E402
+from blockdraft.server.api.fields import parse  # noqa: E402
+from blockdraft.server.api.schemas import AnswerObject  # noqa: E402
+from blockdraft.server.api.streaming import EventSource  # noqa: E402
+from blockdraft.server.engine_link.engine_worker import _RemoteStream, _Server  # noqa: E402
+from blockdraft.server.engine_link.outbox import Inbox  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 from blockdraft.step.verify import Verdict  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
@@ -79,8 +85,8 @@ class FakeEngine(Engine):
         self._num_tokens = num_tokens
         self._at = 0
 
-    def _prefill(self, batch: Batch) -> Outcome:
-        return Outcome()
+    def prefill(self, *tensors: object) -> Tensor:
+        return torch.empty(0)
 
     def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
         num_rows = len(self.rows.active)
@@ -135,9 +141,64 @@ def make_models(
 
 
 async def read_all(answer: ChatAnswer, stream: Stream, heard: list[int]) -> None:
-    response: Any = await respond(answer, [stream], is_stream=True)
-    async for _ in response.events:
+    events = EventSource(answer, [stream])
+    while True:
+        await events.next_text()
         heard[0] += 1
+
+
+class Served:
+    """An engine whose requests are all admitted, with a reader for each stream on this event loop."""
+
+    def __init__(self, engine: FakeEngine, prompt_ids: list[int]) -> None:
+        tokenizer = engine.models.tokenizer
+        ours, theirs = Pipe()
+        self._inbox, server = Inbox(ours), _Server(theirs)
+        self._outlet = EventLoopOutlet(asyncio.get_running_loop())
+        self._streams: dict[str, Stream] = {}
+        self.engine = engine
+        self.loop = EngineLoop(lambda startup: engine).wait()  # its thread sleeps: this one steps the engine
+        self.clock = Clock()
+        self.heard = [0]
+        self.readers = []
+        asked = parse(ChatRequest, b'{"messages": [{"role": "user", "content": "?"}], "stream": true}')
+        prepared = prepare_chat(asked, find_dialect(tokenizer), {})
+        for _ in range(engine.plan.max_num_seqs):
+            request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
+            stream = self._streams[request_id] = Stream(request_id, self._outlet, lambda request_id: None)
+            self.loop._live[request_id] = _Live(_RemoteStream(request_id, server), 1)
+            head = AnswerObject(id=request_id, created=0, model="default", system_fingerprint=None)
+            answer = ChatAnswer(prepared, head=head)
+            self.readers.append(asyncio.ensure_future(read_all(answer, stream, self.heard)))
+        self._deliver = self.clock.timed("deliver", self.loop._deliver)
+
+    async def step(self) -> list[Delta]:
+        deltas = self.engine.step()
+        self._deliver(deltas)
+        if deltas:
+            self._outlet.send([(self._streams[key], Delta(*values)) for key, values in self._inbox.recv()[1]])
+        began_s = time.thread_time()
+        for _ in range(NUM_TURNS):
+            await asyncio.sleep(0)
+        self.clock.spent["event loop"] += time.thread_time() - began_s
+        return deltas
+
+    def time_parts(self) -> None:
+        engine = self.engine
+        for owner, name, part in (
+            (engine.scheduler, "schedule", "schedule"),
+            (engine, "_launch", "launch"),
+            (engine.scheduler, "commit", "commit"),
+            (engine.stats, "count", "count"),
+            (engine, "decode", "decode"),
+            (engine, "step", "step"),
+        ):
+            setattr(owner, name, self.clock.timed(part, getattr(owner, name)))
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.cancel()
+        self.loop.close()
 
 
 async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_tokens: int) -> dict[str, float]:
@@ -145,58 +206,20 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     num_steps = max(40, 4096 // num_rows)
     text_ids = tokenizer.encode(TEXT * 4)
     models, plan = make_models(tokenizer, num_rows=num_rows, context=context, num_steps=num_steps)
-    engine = FakeEngine(models, plan, text_ids, num_tokens)
-    loop = EngineLoop(lambda startup: engine).wait()  # its thread sleeps: this one steps the engine
     prompt_ids = (text_ids * (context // len(text_ids) + 1))[:context]
-    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})
-    heard, readers, outlet = [0], [], EventLoopOutlet(asyncio.get_running_loop())
-    for _ in range(num_rows):
-        request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
-        stream = Stream(request_id, outlet, lambda request_id: None)
-        loop._live[request_id] = _Live(stream, 1)
-        answer = ChatAnswer(
-            asked,
-            head={"id": f"chatcmpl-{request_id}", "created": 1_700_000_000, "model": "default"},
-            tokenizer=tokenizer,
-            prompt_ids=prompt_ids,
-            tags=None,
-        )
-        readers.append(asyncio.ensure_future(read_all(answer, stream, heard)))
-
-    clock = Clock()
-    deliver = clock.timed("deliver", loop._deliver)
-
-    async def step() -> list[Delta]:
-        deltas = engine.step()
-        deliver(deltas)
-        began_s = time.thread_time()
-        for _ in range(NUM_TURNS):
-            await asyncio.sleep(0)
-        clock.spent["event loop"] += time.thread_time() - began_s
-        return deltas
-
-    while not await step():
+    served = Served(FakeEngine(models, plan, text_ids, num_tokens), prompt_ids)
+    while not await served.step():
         pass
     for _ in range(WARM_STEPS):
-        await step()
-    clock.spent.clear()
-    heard[0] = 0
-    for owner, name, part in (
-        (engine.scheduler, "schedule", "schedule"),
-        (engine, "_launch", "launch"),
-        (engine.scheduler, "commit", "commit"),
-        (engine.stats, "count", "count"),
-        (engine, "decode", "decode"),
-        (engine, "step", "step"),
-    ):
-        setattr(owner, name, clock.timed(part, getattr(owner, name)))
+        await served.step()
+    served.clock.spent.clear()
+    served.heard[0] = 0
+    served.time_parts()
     for _ in range(num_steps):
-        assert len(await step()) == num_rows
-    assert heard[0] > 0.9 * num_steps * num_rows, "some readers have not had their turn"
-    for reader in readers:
-        reader.cancel()
-    loop.close()
-    spent = {part: 1e6 * seconds / (num_steps * num_rows) for part, seconds in clock.spent.items()}
+        assert len(await served.step()) == num_rows
+    assert served.heard[0] > 0.9 * num_steps * num_rows, "some readers have not had their turn"
+    served.close()
+    spent = {part: 1e6 * seconds / (num_steps * num_rows) for part, seconds in served.clock.spent.items()}
     decode, whole = spent.pop("decode"), spent.pop("step")
     spent["launch"] -= decode  # the part that is not real
     spent["read"] = whole - decode - sum(spent[part] for part in ("schedule", "launch", "commit", "count"))

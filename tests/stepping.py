@@ -371,7 +371,7 @@ def play_directly(engine, scene, *, num_rows=MAX_ROWS, num_steps=4):
         engine.rows.activate(scene.active, num_rows)
         verdict = engine.decode(engine.plan.width)
         token_ids = [
-            row[:count]
+            tuple(row[:count])
             for row, count in zip(verdict.token_ids.tolist(), verdict.num_committed.tolist(), strict=True)
         ]
         seen.append((token_ids[: len(scene.active)], state_of(engine, range(len(scene.lengths)))))

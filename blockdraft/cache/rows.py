@@ -124,6 +124,7 @@ class Rows:
         """Place several rows at once; only penalty counts and history are copied row by row."""
         if not entries:
             return
+        self._active_ids = ()  # the same rows may need other parts of sampling now
         index = self._tensor([row for row, *_ in entries])
         samplings = [sampling for *_, sampling in entries]
         if self.last_hidden is not None:
@@ -219,16 +220,17 @@ class Rows:
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
         self.active = self._active[: len(padded)]
-        if padded != self._active_ids:
-            self._active_ids = ()  # an interrupted copy must not count as done
-            self.active.copy_(self._tensor(padded))
-            self._active_ids = padded
+        if padded == self._active_ids:
+            return
+        self._active_ids = ()  # an interrupted copy must not count as done
+        self.active.copy_(self._tensor(padded))
         host = [host for row in row_ids if (host := self._host[row]) is not None]
         self._needs.random = any(row.is_random for row in host)
         self._needs.filter = any(row.is_random and row.is_filtered for row in host)
         self._needs.penalty = any(row.is_penalised for row in host)
         self._needs.bias = any(row.bias for row in host)
         self._needs.min_end = any(row.min_end > row.output_start for row in host)
+        self._active_ids = padded
 
     def sampling(self) -> SamplingBatch:
         return SamplingBatch(

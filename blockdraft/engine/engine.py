@@ -517,8 +517,7 @@ class Engine:
                 launched.end.synchronize()  # else the host would launch every chunk of a long prompt at once
             return launched.outcome
         assert launched.reading is not None
-        rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch
-        token_ids = tuple(map(tuple, rows))
+        token_ids = tuple(launched.reading.token_ids()[: len(batch.sequences)])  # the others were scratch
         if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []

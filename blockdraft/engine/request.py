@@ -259,7 +259,7 @@ class Metrics:
     seed: int | None = None  # with this seed, a request for one choice gets the same tokens
 
     def __reduce__(self) -> tuple[type[Metrics], tuple[object, ...]]:
-        """Pickle by position, as `Delta`."""
+        """Pickle by position, which takes less than half as long as the default."""
         return Metrics, _METRICS_VALUES(self)
 
     @property
@@ -294,7 +294,5 @@ class Delta:
     metrics: Metrics | None = None
     ends_request: bool = False  # no choice of its request is left; EngineLoop sets it
 
-    def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
-        """Pickle by position, which takes less than half as long as the default."""
-        begin = (self.request_id, self.index, self.text, self.token_ids, self.logprobs, self.prompt_logprobs)
-        return Delta, (*begin, self.finish_reason, self.stop_reason, self.metrics, self.ends_request)
+
+delta_values = attrgetter(*Delta.__slots__)

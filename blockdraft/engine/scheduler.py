@@ -64,6 +64,7 @@ class Scheduler:
         self.pages = pages
         self.exact = exact  # None: no layer compresses
         self.states = states  # None: no layer has a state, or none is saved
+        self._has_more_than_pages = exact is not None or states is not None
         self.clock = clock
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
@@ -359,7 +360,7 @@ class Scheduler:
             chosen = [sequence for sequence in chosen if sequence.row is not None]
         if not chosen:
             return None
-        for sequence in chosen:
+        for sequence in chosen if self._has_more_than_pages else ():
             end = sequence.length + sequence.num_in_flight + self._plan.block
             self._hold_exact(sequence, end)
             self._reserve_states(sequence, sequence.length, end, is_prompt=False)
@@ -479,8 +480,9 @@ class Scheduler:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
             self._remember(sequence)
-            self._save_states(sequence, sequence.length)
-            self._trim_exact(sequence, sequence.length)
+            if self._has_more_than_pages:
+                self._save_states(sequence, sequence.length)
+                self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:
                 assert sequence.tally.start_s is not None
                 self._wait.learn(now_s - sequence.tally.start_s)

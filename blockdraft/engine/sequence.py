@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
@@ -106,18 +107,18 @@ class Sequence:
     ) -> Delta:
         """Append the tokens of a step up to the first stop, and return the answer's next delta."""
         if self.guide is not None and self.guide.error is not None:
-            self.tally.count_step(width, len(token_ids), 0)
+            self.tally.blocks[width, len(token_ids), 0] += 1
             self.finish_reason, self.stop_reason = "abort", f"the structured output: {self.guide.error}"
             return self.delta((), (), now_s)
-        num_kept = self._read(token_ids)
-        self.tally.count_step(width, len(token_ids), num_kept)
+        tally, num_kept = self.tally, self._read(token_ids)
+        tally.blocks[width, len(token_ids), num_kept] += 1
         kept = token_ids[:num_kept]
         self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
         if self.guide is not None and self.finish_reason is None:
             self.guide.advance(kept)
-        if self.tally.first_token_s is None:
-            self.tally.first_token_s = now_s
+        if tally.first_token_s is None:
+            tally.first_token_s = now_s
         return self.delta(kept, logprobs[:num_kept], now_s)
 
     def _read(self, token_ids: tuple[int, ...]) -> int:
@@ -202,37 +203,44 @@ class Sequence:
 class Tally:
     """Counters of one sequence."""
 
-    drafted: int = 0
-    num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
-    num_reached: list[int] = field(default_factory=lambda: [0])  # [n]: steps that reached n of their drafts
+    # Steps, by their width and by the tokens that they committed and that the answer kept.
+    blocks: dict[tuple[int, int, int], int] = field(default_factory=lambda: defaultdict(int))
     record: DraftRecord = field(default_factory=DraftRecord)
-    is_cut: bool = False  # the answer ended inside the last block
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
 
-    def count_step(self, width: int, num_committed: int, num_kept: int) -> None:
-        """Count a block that committed `num_committed` tokens, of which the answer kept `num_kept`."""
-        counted = counted_width(width, num_committed, num_kept)
-        self.is_cut = num_kept < num_committed
-        self.drafted += counted - 1
-        if width >= len(self.num_committed):
-            self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
-            self.num_reached.extend([0] * (width - len(self.num_reached)))
-        self.num_committed[num_kept] += 1
-        self.num_reached[min(num_kept, counted - 1)] += 1  # includes the first wrong draft
-
     @property
     def steps(self) -> int:
-        return sum(self.num_committed)
+        return sum(self.blocks.values())
+
+    @property
+    def is_cut(self) -> bool:
+        """Say if the answer ended inside its last block."""
+        return any(num_kept < num_committed for _, num_committed, num_kept in self.blocks)
+
+    @property
+    def drafted(self) -> int:
+        return sum(count * (counted_width(*block) - 1) for block, count in self.blocks.items())
 
     @property
     def accepted(self) -> tuple[int, ...]:
         """Return counts [i] of the steps in which draft i + 1 was accepted."""
-        return at_least(self.num_committed)[2:]
+        num_kept = [0] * (self._most_width + 1)
+        for (_, _, kept), count in self.blocks.items():
+            num_kept[kept] += count
+        return at_least(num_kept)[2:]
 
     @property
     def reached(self) -> tuple[int, ...]:
-        return at_least(self.num_reached)[1:]
+        """Return counts [i] of the steps that tested draft i + 1, including the first wrong one."""
+        num_reached = [0] * self._most_width
+        for block, count in self.blocks.items():
+            num_reached[min(block[2], counted_width(*block) - 1)] += count
+        return at_least(num_reached)[1:]
+
+    @property
+    def _most_width(self) -> int:
+        return max((width for width, _, _ in self.blocks), default=0)

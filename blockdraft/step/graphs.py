@@ -46,9 +46,9 @@ class Reading:
         rows: list[list[int]] = self._host.tolist()
         return rows
 
-    def token_ids(self) -> list[list[int]]:
+    def token_ids(self) -> list[tuple[int, ...]]:
         """Return the committed tokens of each row."""
-        return [row[1 : 1 + row[0]] for row in self.rows()]
+        return [tuple(row[1 : 1 + row[0]]) for row in self.rows()]
 
 
 def pack(verdict: Verdict) -> Tensor:

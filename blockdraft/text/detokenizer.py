@@ -174,11 +174,7 @@ class TextStream:
         self._has_stops = bool(stops)
         self._can_stop = True
         self._ready = ""
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.stop_reason
+        self.stop_reason: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
         """Read tokens up to the one that completes a stop string; return the number of tokens read.
@@ -207,4 +203,5 @@ class TextStream:
 
     def _emit(self, text: str) -> bool:
         self._ready += self._stops.push(text, can_stop=self._can_stop)
+        self.stop_reason = self._stops.stop_reason
         return self.stop_reason is not None

@@ -37,7 +37,7 @@ def test_drafts_behind_the_first_wrong_one_were_not_put_to_the_test(monkeypatch)
 def test_a_tally_counts_the_steps_that_accepted_each_draft():
     tally = Tally()
     for width, num_committed in ((4, 3), (4, 1), (2, 2), (1, 1)):
-        tally.count_step(width, num_committed, num_committed)
+        tally.blocks[width, num_committed, num_committed] += 1
     assert (tally.steps, tally.drafted, tally.accepted) == (4, 7, (2, 1, 0))
     # The first wrong one was reached as well; what was not drafted was not.
     assert tally.reached == (3, 1, 1)
@@ -45,11 +45,11 @@ def test_a_tally_counts_the_steps_that_accepted_each_draft():
 
 def test_a_tally_counts_no_draft_behind_the_end_of_an_answer():
     tally = Tally()
-    tally.count_step(8, 8, 8)
-    tally.count_step(8, 8, 2)
+    tally.blocks[8, 8, 8] += 1
+    tally.blocks[8, 8, 2] += 1
     assert (tally.steps, tally.drafted, sum(tally.accepted), sum(tally.reached)) == (2, 7 + 1, 7 + 1, 7 + 1)
     assert tally.is_cut
-    tally.count_step(8, 3, 0)  # an answer that was ended before it took anything
+    tally.blocks[8, 3, 0] += 1  # an answer that was ended before it took anything
     assert (tally.steps, tally.drafted, sum(tally.accepted)) == (3, 8, 8)
 
 

@@ -112,7 +112,7 @@ def test_a_reading_gives_the_committed_tokens_of_each_row():
     token_ids = torch.tensor([[5, 6, 7], [8, 9, 10], [11, 12, 13]])
     verdict = Verdict(token_ids, torch.tensor([1, 3, 2]), None)
     assert pack(verdict).tolist() == [[1, 5, 6, 7], [3, 8, 9, 10], [2, 11, 12, 13]]
-    assert Reading(pack(verdict)).token_ids() == [[5], [8, 9, 10], [11, 12]]
+    assert Reading(pack(verdict)).token_ids() == [(5,), (8, 9, 10), (11, 12)]
 
 
 # ---- the comparisons of tests/gpu, kernel by kernel

@@ -16,7 +16,7 @@ from typing import Any
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.request import Delta, SamplingParams, Turn
+from blockdraft.engine.request import Delta, SamplingParams, Turn, delta_values
 from blockdraft.engine.streams import EngineStopped, Mail
 from blockdraft.engine.watchdog import Watchdog
 from blockdraft.errors import BlockdraftError
@@ -81,18 +81,19 @@ def _add(
     turn: Turn,
     seed: int,
 ) -> None:
+    stream = _RemoteStream(request_id, server)
+
     def reply(added: Future[None]) -> None:
         if added.cancelled():  # aborted before the engine got it: no delta will follow
             ends = [Delta(request_id, i, "", (), finish_reason="abort") for i in range(sampling.n)]
             ends[-1].ends_request = True
-            server.tell("deltas", [(request_id, end) for end in ends])
+            server.send([(stream, end) for end in ends])
             return
         error = added.exception()
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    receiver = _RemoteStream(request_id, server)
-    loop.add(prompt_ids, sampling, receiver, turn, seed).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, stream, turn, seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:
@@ -140,4 +141,9 @@ class _Server:
         return True
 
     def send(self, mail: Mail) -> bool:
-        return self.tell("deltas", [(receiver.request_id, item) for receiver, item in mail])
+        """Send a step's deltas as tuples of their values: pickling an object would call Python code."""
+        items = [
+            (receiver.request_id, delta_values(item) if isinstance(item, Delta) else item)
+            for receiver, item in mail
+        ]
+        return self.tell("deltas", items)

@@ -274,12 +274,13 @@ class RemoteEngine:
             self.work -= live.work
         return live
 
-    def _take_deltas(self, items: list[tuple[str, Item]]) -> None:
+    def _take_deltas(self, items: list[tuple[str, tuple[Any, ...] | Exception]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
-        for request_id, item in items:
+        for request_id, values in items:
             live = self._live.get(request_id)
             if live is None:
                 continue
+            item = values if isinstance(values, Exception) else Delta(*values)
             rest = self._rest(live, item)
             if rest is not None:
                 mail[live.stream.outlet].append((live.stream, rest))
