@@ -70,7 +70,7 @@ def labels_by_metric():
     """Every sample of /metrics with the names of its labels, of an engine that has answered with drafts."""
     snapshot = replace(Stats().snapshot(Load()), accepted=(1,), speedup=1.0)
     start = {"state": "ready", "phases": [{"name": "load", "seconds": 1.0}]}
-    families = text_string_to_metric_families(render(snapshot, Info(), "m", start)[0].decode())
+    families = text_string_to_metric_families(render([snapshot], Info(), "m", start)[0].decode())
     return {sample.name: {*sample.labels} for family in families for sample in family.samples}
 
 

@@ -394,11 +394,11 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     assert warmed == [3], "what is served is what was warmed"
     info = engine_info(engine)
     assert (info.width, info.width_reason, info.block) == (3, reason, 8)
-    assert b"blockdraft:width{" in render(engine.snapshot(), info, "x")[0]
-    assert b"blockdraft:speculation_speedup{" not in render(engine.snapshot(), info, "x")[0], (
+    assert b"blockdraft:width{" in render([engine.snapshot()], info, "x")[0]
+    assert b"blockdraft:speculation_speedup{" not in render([engine.snapshot()], info, "x")[0], (
         "none is known yet"
     )
-    assert b'model_name="x"} 3.0' in render(engine.snapshot(), info, "x")[0]
+    assert b'model_name="x"} 3.0' in render([engine.snapshot()], info, "x")[0]
 
 
 def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted, monkeypatch):
