@@ -317,6 +317,10 @@ def test_a_block_to_verify_writes_neither_state_nor_tail(spec, dtype):
     for _ in range(2):  # and a block that is never committed leaves nothing for the next
         layer.scan((2,), (1,), (2,), is_known=False)
         assert all(is_same(layer.copy(row), before[row]) for row in range(4))
+    layer.scan((2,), (1,), (1,), is_known=True)  # a block of one token: commit leaves it alone
+    after = [layer.copy(row) for row in range(4)]
+    layer.commit((2,), (1,), (1,))
+    assert all(is_same(layer.copy(row), after[row]) for row in range(4))
 
 
 def test_a_fold_of_nothing_leaves_the_row():

@@ -207,6 +207,10 @@ def test_a_block_to_verify_writes_neither_state_nor_tail(dtype, start):
     for _ in range(2):  # and a block that is never committed leaves nothing for the next
         layer.scan(ROWS, (start, start), (16, 16), is_known=False)
         assert all(is_same(layer.copy(row), before[row]) for row in range(4))
+    layer.scan(ROWS, (start, start), (1, 1), is_known=True)  # a block of one token: commit leaves it alone
+    after = [layer.copy(row) for row in range(4)]
+    layer.commit(ROWS, (start, start), (1, 1))
+    assert all(is_same(layer.copy(row), after[row]) for row in range(4))
 
 
 @both_kernels

@@ -182,6 +182,16 @@ def test_every_auto_has_a_value_and_a_reason():
     assert reasons["max_prefill_tokens"] != "asked for"
 
 
+@pytest.mark.parametrize(
+    ("shape", "card", "chunk"),
+    [("qwen3.5-35b-a3b", "h200", 8192), ("qwen3-8b", "h200", 2048), ("gpt-oss-20b", "rtx-5090", 2048)],
+)
+def test_only_mixtures_on_large_cards_read_prompts_in_large_chunks(shape, card, chunk):
+    settings, pair = opened(shape)
+    found = {choice.name: choice for choice in fit_pair(Case(settings, on(card), pair)).choices}
+    assert found["max_prefill_tokens"].value == f"{chunk:,}"
+
+
 def test_sequences_and_the_longest_context_agree():
     settings, pair = opened("qwen3-8b")
     fit = fit_native(Case(settings, on("h100"), pair))
