@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_step import load
+from benchmarks.on_card import load
 from benchmarks.shapes import SHAPES
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_step import load
+from benchmarks.on_card import load
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams

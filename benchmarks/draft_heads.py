@@ -122,8 +122,8 @@ def place(engine: Engine, options: argparse.Namespace, rules: dict[str, float]) 
 
 def replay_s(engine: Engine, options: argparse.Namespace, width: int) -> float:
     """Seconds of a step of rows that are at the same place each time."""
-    graph = engine.graphs.find(options.rows, width)
-    engine.rows.activate(range(options.rows))
+    graph = engine.graphs.captured_for(options.rows, width)
+    engine.rows.activate(range(options.rows), graph.size.rows)
     engine.rows.length[: options.rows] = options.context
     if engine.models.device.type == "cpu":
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -44,6 +44,7 @@ from blockdraft.text.tokenizer import Tokenizer
 SHIPPED = "default"
 TEMPERATURE = 0.7
 WIDTHS = (1, 4, 16)
+TREE = 32  # tokens of the shipped drafter's trees
 ROWS = 32
 CHUNK = 48  # prompt tokens per prefill step, where prompts come in many
 NUM_PROMPT = 96  # tokens of a random prompt
@@ -109,7 +110,7 @@ class Way:
     """One way to serve all asks."""
 
     name: str
-    widths: tuple[int, ...]  # of the asks, in turn
+    widths: tuple[int | None, ...]  # of the asks, in turn; None: trees
     is_alone: bool = False
     is_changing: bool = False  # asks of different lengths, one every few steps
     chunk: int | None = None  # None: long enough for any prompt
@@ -122,7 +123,7 @@ class Way:
             return "not every prompt was found in the prefix cache"
         if self.is_preempted and not any(one.preemptions for one in metrics):
             return "nothing was preempted"
-        if max(self.widths) > 1 and not any(sum(one.accepted) for one in metrics):
+        if self.widths != (1,) and not any(sum(one.accepted) for one in metrics):
             return "no draft was accepted"
         return None
 
@@ -224,6 +225,8 @@ class Equality:
         widest, chunk = self.widths[-1:], min(CHUNK, max(1, self._longest // 2))
         shown = ", ".join(map(str, self.widths))
         ways = [Way(f"alone, width {width}", (width,), is_alone=True) for width in self.widths[1:]]
+        if self.engine.plan.tree:
+            ways.append(Way(f"alone, trees of {self.engine.plan.tree}", (None,), is_alone=True))
         ways += [Way(f"among {rows} rows, width {width}", (width,)) for width in self.widths]
         ways.append(Way(f"a changing batch, widths {shown}", self.widths, is_changing=True))
         if self._has_prefix_cache:
@@ -240,12 +243,14 @@ class Equality:
         return [f"with a prefix hit: {why}"]
 
     def line(self, way: Way) -> Line:
-        begin = time.perf_counter()
+        begin, num_trees = time.perf_counter(), self.engine.stats.num_trees
         found = self._serve(way)
         seconds = time.perf_counter() - begin
         halves = (range(self.num_prompts), range(self.num_prompts, 2 * self.num_prompts))
         greedy, sampled = (self._agreement(way, found, numbers) for numbers in halves)
         untested = way.why_untested([one.metrics for one in found])
+        if way.widths == (None,) and self.engine.stats.num_trees == num_trees:
+            untested = "no tree was verified"
         return Line(way.name, greedy, sampled, _per_step(found), seconds, untested)
 
     def _agreement(self, way: Way, found: Sequence[Answer], numbers: range) -> Agreement:
@@ -382,7 +387,7 @@ def load(pair: str, device: str) -> tuple[LoadedPair, Plan]:
     common = {"device": device, "max_num_seqs": ROWS, "cache_bytes": NO_LIMIT}
     common["prefix_state_bytes"] = STATE_BYTES
     if pair == SHIPPED:
-        return load_models(Settings(**common), lambda line: None)  # type: ignore[arg-type]
+        return load_models(Settings(**common, tree=TREE), lambda line: None)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(pair, Path(folder))
         named = Settings(model=str(target), draft=str(draft), load_format="dummy", **common)  # type: ignore[arg-type]

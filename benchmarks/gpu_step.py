@@ -10,21 +10,17 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import statistics
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
 
 from benchmarks import record
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.gpu_prompts import time_prompts
+from benchmarks.on_card import copy_ceiling, freed, kernels_of, load, timed
+from benchmarks.shapes import SHAPES
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine
@@ -32,77 +28,18 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.moe import ExpertChoice
-from blockdraft.kernels.transfer import to_device
+from blockdraft.kernels.tree_size import MAX_ROWS
 from blockdraft.models.moe import Experts
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import choose_widths
-from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.prefill_graphs import PrefillGraph
 from blockdraft.step.row_sizes import row_sizes
+from blockdraft.step.step_sizes import few_means, uneven_places
 
 REPLAYS = 20
 SETTLING, GOVERNED = 40, 60  # steps in which the width controller learns, and that are timed
-PAGE_SIZE = 16
-
-
-def load(
-    shape: str,
-    *,
-    has_drafter: bool,
-    max_num_seqs: int,
-    max_model_len: int,
-    device: str = "cuda",
-    **settings: object,
-) -> tuple[LoadedPair, Plan]:
-    """Random weights of a published shape, and a plan for them."""
-    with tempfile.TemporaryDirectory() as folder:
-        target, draft = write_shape(shape, Path(folder))
-        _stretch(target / "config.json", max_model_len)
-        wanted = Settings(
-            model=str(target),
-            draft=str(draft) if has_drafter else None,
-            load_format="dummy",
-            device=device,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            page_size=PAGE_SIZE,
-            cache_bytes=1 << 40,  # num_pages is set below: this program knows what it needs
-            **{"prefix_cache": False, **settings},
-        )
-        models, plan = load_models(wanted, lambda line: None)
-    num_pages = max_num_seqs * (-(-(max_model_len + 2 * plan.block) // PAGE_SIZE) + 1)
-    return models, replace(plan, num_pages=num_pages)
-
-
-def _stretch(config: Path, max_model_len: int) -> None:
-    """Allow so many positions, whatever the model was trained for: a step takes the same time."""
-    raw = json.loads(config.read_text())
-    text = raw.get("text_config", raw)  # where the model also sees or hears
-    text["max_position_embeddings"] = max(text["max_position_embeddings"], max_model_len)
-    config.write_text(json.dumps(raw))
-
-
-def copy_ceiling() -> float:
-    """Bytes per second of a large device-to-device copy, read and written."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        times.append(_timed(lambda: target.copy_(source)))
-    return 2 * source.numel() / statistics.median(times[3:])
-
-
-def _timed(run: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 @dataclass
@@ -114,16 +51,17 @@ class Step:
     width: int
     context: int
     temperature: float = 0.0
+    tree: int = 0  # tokens of each row's tree of drafts; 0: a chain
 
     def __post_init__(self) -> None:
         rows, pages = self.engine.rows, self.engine.plan.num_pages // self.num_rows
-        first = 2  # the reserved ones
+        first, table = 2, rows.page_table.shape[1]  # the first ones are reserved
         for row in range(self.num_rows):
             rows.place(row, [1] * (self.context + 1), self.context, RowSampling(temperature=self.temperature))
-            rows.set_pages([(row, 0, range(first + row * pages, first + (row + 1) * pages)[: _table(rows)])])
+            rows.set_pages([(row, 0, range(first + row * pages, first + (row + 1) * pages)[:table])])
             if rows.exact_table is not None:  # what is read of them are the last few
                 each = self.engine.plan.num_exact_pages // self.num_rows
-                own = [first + row * each + place % each for place in range(_table(rows))]
+                own = [first + row * each + place % each for place in range(table)]
                 rows.set_exact_pages([(row, 0, own)])
         self._fill()
         begin = time.perf_counter()
@@ -132,6 +70,9 @@ class Step:
         self.capture_s = time.perf_counter() - begin
         self.engine.rows.activate(range(self.num_rows))
         graph = self.engine.graphs.find(self.num_rows, self.width)
+        if self.tree:
+            graph = self.engine.tree_graphs.find(self.num_rows, self.tree)
+            self.engine.rows.activate(range(self.num_rows))
         assert graph is not None
         self.replay = graph.replay
 
@@ -160,34 +101,12 @@ class Step:
         for _ in range(3):
             self.rewind()
             torch.cuda.synchronize()
-            times.append(_timed(lambda: [self.replay() for _ in range(REPLAYS)]) / REPLAYS)
+            times.append(timed(lambda: [self.replay() for _ in range(REPLAYS)]) / REPLAYS)
         return statistics.median(times)
 
     def kernels(self) -> list[tuple[str, int, float]]:
         self.rewind()
         return kernels_of(self.replay)
-
-
-def kernels_of(run: Callable[[], object]) -> list[tuple[str, int, float]]:
-    """Return name, launches and seconds of each kernel in one `run`, the slowest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            totals[event.name][0] += 1
-            totals[event.name][1] += event.device_time / 1e6
-    found = [(name, round(count / 3), seconds / 3) for name, (count, seconds) in totals.items()]
-    return sorted(found, key=lambda item: -item[2])
-
-
-def _table(rows: object) -> int:
-    return rows.page_table.shape[1]  # type: ignore[attr-defined]
 
 
 @torch.inference_mode()
@@ -254,10 +173,11 @@ def _experts_touched(step: Step) -> dict[int, float]:
 
 
 def time_step(
-    pair: tuple[LoadedPair, Plan], *, num_rows: int, width: int, context: int, ceiling: float
+    pair: tuple[LoadedPair, Plan], *, num_rows: int, width: int, context: int, ceiling: float, tree: int = 0
 ) -> dict[str, object]:
-    """Everything about one (rows, width)."""
-    step = Step(Engine(*pair), num_rows, width, context)
+    """Everything about one (rows, width), or about trees of so many tokens."""
+    models, plan = pair
+    step = Step(Engine(models, replace(plan, tree=tree)), num_rows, width, context, tree=tree)
     seconds, num_bytes = step.seconds(), bytes_read(step)
     kernels = step.kernels()
     busy = sum(item[2] for item in kernels)
@@ -265,6 +185,7 @@ def time_step(
     return {
         "rows": num_rows,
         "width": width,
+        "tree": tree,
         "context": context,
         "ms": seconds * 1e3,
         "bytes": num_bytes,
@@ -275,79 +196,6 @@ def time_step(
         "kernels_ms": busy * 1e3,
         "kernels": [{"name": n[:80], "launches": c, "ms": s * 1e3} for n, c, s in kernels[:24]],
     }
-
-
-class Prompt:
-    """A prompt in row 0 of one engine, to be prefilled again and again."""
-
-    def __init__(self, engine: Engine, num_tokens: int) -> None:
-        self.engine = engine
-        vocab_size = engine.models.config.vocab_size
-        self.ids = [(7919 * index + 31) % vocab_size for index in range(num_tokens)]
-        pages = range(2, 2 + engine.plan.num_pages)  # the first ones are reserved
-        engine.rows.place(0, [*self.ids, 1], 0, RowSampling())
-        engine.rows.set_pages([(0, 0, pages[: _table(engine.rows)])])
-
-    def by_kernels(self) -> None:
-        self._begin(num_rows=1)
-        size = self.engine.plan.max_prefill_tokens
-        for begin in range(0, len(self.ids), size):
-            chunk = self.ids[begin : begin + size]
-            token_ids = to_device(chunk, self.engine.models.device)
-            self.engine.prefill(token_ids, token_ids, (len(chunk),))
-
-    def by_graph(self, graph: PrefillGraph) -> None:
-        self._begin(num_rows=graph.num_rows)
-        graph.replay(self.ids, self.ids, (len(self.ids),))
-
-    def _begin(self, *, num_rows: int) -> None:
-        self.engine.rows.activate([0], num_rows)
-        self.engine.rows.length[0] = 0
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Return the time until the device is done, launches by the host included."""
-        times = []
-        for _ in range(7):
-            self.engine.wait()
-            begin = time.perf_counter()
-            run()
-            self.engine.wait()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[2:])
-
-
-def time_prefill(pair: tuple[LoadedPair, Plan], *, num_tokens: int) -> dict[str, object]:
-    """A prompt alone, kernel by kernel and, where the engine has one, by a graph."""
-    engine = Engine(*pair)
-    prompt = Prompt(engine, num_tokens)
-    run: Callable[[], object] = prompt.by_kernels
-    found: dict[str, object] = {"tokens": num_tokens, "by_kernels_ms": prompt.seconds(run) * 1e3}
-    if engine.models.device.type != "cuda":
-        return found
-    engine.capture([1], [1], now=())
-    graph = None if engine.prefill_graphs is None else engine.prefill_graphs.find(num_tokens, 1)
-    if graph is not None:
-        run = functools.partial(prompt.by_graph, graph)
-        found["by_graph_ms"] = prompt.seconds(run) * 1e3
-    kernels = kernels_of(run)
-    found["num_kernels"] = sum(item[1] for item in kernels)
-    found["busy_ms"] = sum(item[2] for item in kernels) * 1e3
-    found["kernels"] = [{"name": n[:80], "launches": c, "ms": s * 1e3} for n, c, s in kernels[:24]]
-    engine.drop_graphs()
-    return found
-
-
-def freed(
-    measure: Callable[..., dict[str, object]], pair: tuple[LoadedPair, Plan], **how: object
-) -> dict[str, object]:
-    """Measure with an engine of its own, and free that: a cache of 128 rows takes 40 GB.
-
-    What an engine's own stream has cached no other one takes, and during a capture nothing is given back:
-    without this, a later and larger step runs out of memory.
-    """
-    found = measure(pair, **how)
-    release()
-    return found
 
 
 def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
@@ -369,11 +217,14 @@ def time_chosen_widths(pair: tuple[LoadedPair, Plan], *, num_rows: int, context:
     engine, plan = Engine(*pair), pair[1]
     if engine.models.device.type == "cuda":
         sizes, widths = row_sizes(plan.max_num_seqs), widths_for(plan.block)
-        engine.capture(sizes, widths, [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)])
+        if engine.scheduler.means is not None:  # rows get widths of their own
+            widths = sorted({1, plan.block})
+        now = [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)]
+        engine.capture(sizes, widths, now, uneven=uneven_places(sizes, plan.block, few_means))
         choose_widths(engine)
         # As after a while of serving: captures take their time then, and no more than a share of it.
         size = engine.graphs.size(num_rows, 1)
-        while engine.graphs.capture_next((size, width) for width in widths):
+        while engine.graphs.capture_next(one for one in engine.graphs.places if one.rows == size.rows):
             pass
     else:
         choose_widths(engine)
@@ -423,7 +274,7 @@ def time_engine(
     num_tokens = engine.stats.num_emitted - before
     graph = engine.graphs.find(num_rows, width)
     engine.rows.length.copy_(lengths)  # a step takes longer behind more context
-    bare = _timed(lambda: [graph.replay() for _ in range(REPLAYS)]) / REPLAYS
+    bare = timed(lambda: [graph.replay() for _ in range(REPLAYS)]) / REPLAYS
     engine.drop_graphs()
     return {
         "rows": num_rows,
@@ -443,6 +294,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--width", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--tree", type=int, nargs="+", default=[], help="tokens of trees of drafts, too")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--draft-quantization", default="none")
@@ -477,7 +329,7 @@ def main() -> None:
     if ":" in args.device:
         torch.cuda.set_device(args.device)  # "cuda" is the current one
     if args.prefill is not None:
-        _time_prompts(args)
+        time_prompts(args)
         return
     ceiling = copy_ceiling()
     release()  # its 8 GiB
@@ -503,10 +355,14 @@ def main() -> None:
                     width=width,
                     context=args.context,
                     ceiling=ceiling,
+                    tree=tree,
                 ),
             }
             for rows in args.rows
-            for width in args.width
+            for width, tree in [
+                *((width, 0) for width in args.width),
+                *((plan.block, tree) for tree in args.tree if rows <= MAX_ROWS),
+            ]
         ]
     if args.committed is not None and has_drafter:
         rates = acceptance_rates(f"mean:{args.committed}", width=plan.width, block=plan.block)
@@ -531,38 +387,6 @@ def main() -> None:
     record.save(args.json, result)
     _print(result, found, args.committed)
     _print_served(served, governed)
-
-
-def _time_prompts(args: argparse.Namespace) -> None:
-    pair = load(
-        args.shape,
-        has_drafter=max(args.width) > 1,
-        max_num_seqs=1,
-        max_model_len=max(args.prefill) + 1024,
-        quantization=args.quantization,
-        draft_quantization=args.draft_quantization,
-        kv_dtype=args.kv_dtype[-1],
-    )
-    found = [freed(time_prefill, pair, num_tokens=count) for count in args.prefill]
-    result = {
-        "what": "random weights; one prompt alone",
-        "gpu": torch.cuda.get_device_name(),
-        "settings": vars(args),
-        **record.context(),
-        "prefills": found,
-    }
-    record.save(args.json, result)
-    print(f"{result['gpu']}; RANDOM WEIGHTS, timing only")
-    for one in found:
-        rows = [[kernel["name"][:60], kernel["launches"], kernel["ms"]] for kernel in one["kernels"][:12]]
-        print(record.table([f"kernel, {one['tokens']} tokens", "launches", "ms"], rows))
-    keys = ("by_kernels_ms", "by_graph_ms", "busy_ms", "num_kernels")
-    header = ["prompt", "kernel by kernel, ms", "by graph, ms", "kernels, ms", "kernels"]
-    print(
-        record.table(
-            header, [[f"{one['tokens']} tokens", *(one.get(key, "") for key in keys)] for one in found]
-        )
-    )
 
 
 def _print_served(served: list[dict[str, object]], governed: list[dict[str, object]]) -> None:
@@ -597,7 +421,8 @@ def _print(result: dict[str, object], found: list[dict[str, object]], committed:
         ratio = plain.get((step["kv_dtype"], step["rows"]), float("nan")) / step["ms"]
         numbers = [step[key] for key in ("ms", "floor_ms", "share_of_ceiling")]
         counts = [step[key] for key in ("num_kernels", "capture_s")]
-        name = f"{step['rows']} rows, width {step['width']}, {step['kv_dtype']}"
+        drafts = f"trees of {step['tree']}" if step["tree"] else f"width {step['width']}"
+        name = f"{step['rows']} rows, {drafts}, {step['kv_dtype']}"
         rows.append([name, *numbers, ratio, *counts, speed])
     # Step efficiency: the speedup over plain decoding per token committed; 1: draft and verify are free.
     header = ["step", "ms", "floor ms", "of ceiling", "efficiency", "kernels", "capture s", "tok/s"]

@@ -1,10 +1,11 @@
 """The cost of the host: the engine's Python thread per row and step, with no model behind it.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host [--rows 1 16 64 256] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.host [--rows 1 16 64 256] [--own-widths] [--json FILE]
 
 The scheduler, the commit, the text, the counters and the message to the HTTP server's process (`deliver`) are
-the real ones; the step itself is a table of tokens of an English text. All rows have the same prompt and were
-admitted at once, so each finds its pages remembered by another. Then what the server's event loop does with
+the real ones; the step itself is a table of tokens of an English text. The width controller chooses among all
+widths, of which only the widest is ready. All rows have the same prompt and were admitted at once, so each
+finds its pages remembered by another. Then what the server's event loop does with
 each delta, up to the event that goes to the socket; it reads the message on another thread, which is not
 counted. Times are this thread's processor time, in microseconds, the mean over all steps, best of `--rounds`,
 for each of the two: a full garbage collection (110 ms here) falls into some rounds only.
@@ -47,6 +48,7 @@ from blockdraft.server.api.streaming import EventSource  # noqa: E402
 from blockdraft.server.engine_link.engine_worker import _RemoteStream, _Server  # noqa: E402
 from blockdraft.server.engine_link.outbox import Inbox  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
+from blockdraft.step.step_sizes import few_means  # noqa: E402
 from blockdraft.step.verify import Verdict  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
 
@@ -54,7 +56,7 @@ WIDTH = 16
 PAGE_SIZE = 16
 WARM_STEPS = 4
 NUM_TURNS = 6  # of the event loop, in which every reader has written what a step brought it
-PARTS = ("schedule", "launch", "read", "commit", "count", "deliver")  # of the engine's thread
+PARTS = ("schedule", "width", "launch", "read", "commit", "count", "deliver")  # of the engine's thread
 MAX_ROW_US, MAX_TOKEN_US = 5.0, 0.5
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,20 +81,32 @@ What was accepted is kept, and the rest (some 3 of 16 positions) is overwritten 
 class FakeEngine(Engine):
     """Its prefill computes nothing, and its decode reads tokens from a text."""
 
-    def __init__(self, models: LoadedPair, plan: Plan, text_ids: list[int], num_tokens: int) -> None:
+    def __init__(
+        self,
+        models: LoadedPair,
+        plan: Plan,
+        text_ids: list[int],
+        num_tokens: int,
+        *,
+        is_uneven: bool = False,
+    ) -> None:
         super().__init__(models, plan)
         self._text = torch.tensor(text_ids)
         self._num_tokens = num_tokens
         self._at = 0
+        self.scheduler.is_ready = lambda rows, width, tokens: width == WIDTH and tokens > rows
+        if is_uneven:  # as on a GPU
+            self.scheduler.means = few_means
+            self.scheduler.follow(plan)
 
     def prefill(self, *tensors: object) -> Tensor:
         return torch.empty(0)
 
-    def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
+    def decode(self, width: int, num_tokens: int | None = None, num_logprobs: int | None = None) -> Verdict:
         num_rows = len(self.rows.active)
         at = torch.arange(num_rows)[:, None] * 7 + torch.arange(width) + self._at
         self._at += self._num_tokens
-        counts = torch.full((num_rows,), self._num_tokens)
+        counts = torch.full((num_rows,), self._num_tokens).minimum(self.rows.limits)
         return Verdict(self._text[at % len(self._text)], counts, None)
 
 
@@ -136,6 +150,8 @@ def make_models(
         num_pages=num_rows * -(-(max_model_len + 2 * WIDTH) // PAGE_SIZE),
         max_prefill_tokens=1 << 30,
         prefix_cache=True,
+        step_costs={(rows, width): 1e-3 for rows in (1, num_rows) for width in (1, WIDTH)},
+        draft_chances=(0.7,) * (WIDTH - 1),
     )
     return replace(models, tokenizer=tokenizer), plan
 
@@ -176,7 +192,7 @@ class Served:
         deltas = self.engine.step()
         self._deliver(deltas)
         if deltas:
-            self._outlet.send([(self._streams[key], Delta(*values)) for key, values in self._inbox.recv()[1]])
+            self._outlet.send([(self._streams[one[0]], Delta(*one)) for one in self._inbox.recv()[1]])
         began_s = time.thread_time()
         for _ in range(NUM_TURNS):
             await asyncio.sleep(0)
@@ -184,8 +200,10 @@ class Served:
         return deltas
 
     def time_parts(self) -> None:
-        engine = self.engine
+        engine, controller = self.engine, self.engine.scheduler._width_controller
         for owner, name, part in (
+            (controller, "next_widths", "next width"),
+            (controller, "observe", "observed width"),
             (engine.scheduler, "schedule", "schedule"),
             (engine, "_launch", "launch"),
             (engine.scheduler, "commit", "commit"),
@@ -201,13 +219,15 @@ class Served:
         self.loop.close()
 
 
-async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_tokens: int) -> dict[str, float]:
+async def measure(
+    tokenizer: Tokenizer, *, num_rows: int, context: int, num_tokens: int, is_uneven: bool
+) -> dict[str, float]:
     """Microseconds per row and step of each part, and of the event loop per delta."""
     num_steps = max(40, 4096 // num_rows)
     text_ids = tokenizer.encode(TEXT * 4)
     models, plan = make_models(tokenizer, num_rows=num_rows, context=context, num_steps=num_steps)
     prompt_ids = (text_ids * (context // len(text_ids) + 1))[:context]
-    served = Served(FakeEngine(models, plan, text_ids, num_tokens), prompt_ids)
+    served = Served(FakeEngine(models, plan, text_ids, num_tokens, is_uneven=is_uneven), prompt_ids)
     while not await served.step():
         pass
     for _ in range(WARM_STEPS):
@@ -221,8 +241,11 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     served.close()
     spent = {part: 1e6 * seconds / (num_steps * num_rows) for part, seconds in served.clock.spent.items()}
     decode, whole = spent.pop("decode"), spent.pop("step")
+    spent["schedule"] -= spent["next width"]
+    spent["commit"] -= spent["observed width"]
+    spent["width"] = spent.pop("next width") + spent.pop("observed width")
     spent["launch"] -= decode  # the part that is not real
-    spent["read"] = whole - decode - sum(spent[part] for part in ("schedule", "launch", "commit", "count"))
+    spent["read"] = whole - decode - sum(spent[part] for part in PARTS if part not in ("read", "deliver"))
     return spent | {"engine": whole - decode + spent["deliver"]}
 
 
@@ -232,6 +255,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 4000])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--own-widths", action="store_true", help="each row has one, as on a GPU")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     result = context() | {"width": WIDTH, "page_size": PAGE_SIZE, "unit": "us per row and step"}
@@ -241,7 +265,12 @@ def main() -> None:
         for num_tokens in options.tokens:
             for num_rows in options.rows:
                 one = functools.partial(
-                    measure, tokenizer, num_rows=num_rows, context=length, num_tokens=num_tokens
+                    measure,
+                    tokenizer,
+                    num_rows=num_rows,
+                    context=length,
+                    num_tokens=num_tokens,
+                    is_uneven=options.own_widths,
                 )
                 rounds = [asyncio.run(one()) for _ in range(options.rounds)]
                 best = min(rounds, key=lambda spent: spent["engine"])

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.failure import kernel_errors
+
 HEADS, GROUPS, DIM = 32, 8, 128  # Qwen3-8B
 FORMS = ("tq4", "tq4v3", "int8", "fp8")
 SHAPES = ((1, 1024), (1, 32 * 1024), (8, 32 * 1024), (1, 128 * 1024))  # rows, tokens of each
@@ -35,13 +37,13 @@ class Report:
     results: list[dict[str, object]]
 
     def item(self, name: str, work: Callable[[], dict[str, object]]) -> dict[str, object]:
-        """One result; whatever goes wrong is printed, and the next one has its turn."""
+        """One result. A kernel that does not compile or run is printed, and the next one has its turn."""
         if time.monotonic() - self.began > self.seconds:
             result: dict[str, object] = {"status": "SKIP"}
         else:
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001
+            except kernel_errors() as error:
                 while error.__cause__ is not None and isinstance(error.__cause__, Exception):
                     error = error.__cause__
                 lines = traceback.format_exception_only(error)

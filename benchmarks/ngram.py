@@ -86,11 +86,16 @@ def record(args: argparse.Namespace) -> None:
             print(f"{number + 1}/{len(prompts)} {prompt.category}: {size}", flush=True)
 
 
-def _prompts(folder: Path, limit: int) -> Iterable[Prompt]:
+def short_prompts(folder: Path, limit: int) -> Iterable[Prompt]:
+    """Yield the first turns of `limit` conversations of each set of short questions."""
     for name, file in SHORT.items():
         listed = read_conversations(folder / f"{file}.jsonl.gz")
         for one in listed[:: len(listed) // limit][:limit]:
             yield replace(one, category=name, turns=one.turns[:1])
+
+
+def _prompts(folder: Path, limit: int) -> Iterable[Prompt]:
+    yield from short_prompts(folder, limit)
     long = read_conversations(folder / "long_context.jsonl.gz")
     for kind in LONG:
         yield from [replace(one, category=kind) for one in long if one.id.startswith(f"lc-{kind}-")][:limit]

@@ -19,27 +19,28 @@ from torch import Tensor
 
 from benchmarks import products as dense
 from benchmarks import record
-from benchmarks.gpu_step import copy_ceiling
+from benchmarks.on_card import copy_ceiling
 from blockdraft.kernels.kernels import Kernels, kernels_for
 from blockdraft.kernels.triton import packed as kernel
 from blockdraft.kernels.triton.cache_keys import settle_cache_keys
 from blockdraft.kernels.triton.compile_pool import CompilePool, collecting
 from blockdraft.kernels.triton.narrow import MAX_ROWS
 from blockdraft.kernels.triton.packed import Config
+from blockdraft.kernels.triton.packed_few import Division, takes
+from blockdraft.models.packed_gguf import gguf_blocks
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups
-from blockdraft.models.packed_words import Words, pack_for_kernel
+from blockdraft.models.packed_words import GGUF, Words, pack_for_kernel
 from blockdraft.start.memory import release
 
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3.5-27B")
 TOKENS = (1, 16, 512, 8192)
-CODES = ("int4-128", "int4-128-float16", "int4-32", "nvfp4", "mxfp4")
+CODES = ("int4-128", "int4-128-float16", "int4-32", "nvfp4", "mxfp4", "q4_0", "q4_1", "q8_0")
 # Candidates: tiles, chunks, warps and stages. With more warps than tiles, several warps widen the values of a
 # tile of 16 rows and pass them on in shared memory.
-FEW = ((4, 2, 4, 4), (4, 4, 4, 3), (4, 4, 4, 4), (2, 4, 2, 6), (2, 8, 2, 4), (2, 8, 4, 4), (2, 4, 4, 6),
-       (1, 8, 1, 4), (1, 8, 2, 4), (1, 8, 4, 4), (8, 2, 4, 4), (8, 2, 8, 4))  # fmt: skip
-SOME = ((4, 2, 4, 3), (4, 4, 4, 2), (8, 1, 4, 4), (8, 2, 8, 3))
-MANY = ((8, 1, 8, 3), (8, 1, 8, 4), (8, 2, 8, 3), (8, 1, 4, 3), (16, 1, 8, 3))
-WIDE = ((8, 1, 8, 3), (8, 1, 8, 4))
+FEW = ((4, 2, 4, 4), (4, 4, 4, 3), (4, 4, 4, 4), (1, 8, 1, 4), (1, 8, 2, 4), (2, 8, 2, 4))
+SOME = ((4, 2, 4, 3), (8, 1, 4, 4), (8, 2, 8, 3))
+MANY = ((8, 2, 8, 3), (8, 1, 4, 3), (16, 1, 8, 3))
+WIDE = ((8, 1, 8, 4),)
 
 Clock = Callable[[list[Callable[[], Tensor]]], float]  # seconds of one call
 
@@ -71,8 +72,10 @@ class Bench:
     wrong: list[str] = field(default_factory=list)  # products whose bits differ
 
 
-def candidates(num_tokens: int, *, is_gated: bool) -> Iterator[Config]:
+def candidates(num_tokens: int, *, is_gated: bool) -> Iterator[Config | Division]:
     """Yield the divisions to try."""
+    if num_tokens <= 16 and not is_gated:
+        yield Division(8 if num_tokens <= 8 else 16)
     if num_tokens <= 16:
         for one in FEW:
             yield Config(8 if num_tokens <= 8 else 16, *one)
@@ -97,6 +100,8 @@ def random_words(code: str, shape: Shape, device: torch.device) -> Words:
     """Return a weight of random codes and scales."""
     generator = torch.Generator(device=device).manual_seed(0)
     rows, columns = shape.rows, shape.columns
+    if code in GGUF:
+        return _random_blocks(code, rows, columns, generator)
     codes = torch.randint(256, (rows, columns // 2), generator=generator, device=device, dtype=torch.uint8)
     kind, _, rest = code.partition("-")
     group, _, scale_kind = rest.partition("-")
@@ -115,6 +120,18 @@ def random_words(code: str, shape: Shape, device: torch.device) -> Words:
         exponent = (116 + 6 * scale).to(torch.uint8)
         weight = Fp4Groups(codes, exponent.view(torch.float8_e8m0fnu))
     words = pack_for_kernel(weight)
+    assert isinstance(words, Words), words
+    return words
+
+
+def _random_blocks(code: str, rows: int, columns: int, generator: torch.Generator) -> Words:
+    """Return a weight of random blocks as a GGUF file has them."""
+    device, num_numbers = generator.device, 2 if code == "q4_1" else 1
+    codes = torch.randint(
+        256 if code == "q8_0" else 16, (rows, columns), generator=generator, device=device, dtype=torch.uint8
+    )
+    numbers = torch.rand(rows, columns // 32, num_numbers, generator=generator, device=device)
+    words = pack_for_kernel(gguf_blocks(codes, (0.001 + 0.01 * numbers).half(), GGUF[code]))
     assert isinstance(words, Words), words
     return words
 
@@ -148,7 +165,13 @@ def _unpacked_product(bench: Bench, x: Tensor, gate: str, words: Words) -> Tenso
 
 
 def _try(
-    bench: Bench, words: list[Words], x: Tensor, expected: Tensor, config: Config, what: str, gate: str
+    bench: Bench,
+    words: list[Words],
+    x: Tensor,
+    expected: Tensor,
+    config: Config | Division,
+    what: str,
+    gate: str,
 ) -> dict[str, object]:
     """Time one division; `us` is missing if it does not fit the card."""
     from triton.runtime.errors import OutOfResources
@@ -163,7 +186,9 @@ def _try(
     return found
 
 
-def _name(config: Config) -> str:
+def _name(config: Config | Division) -> str:
+    if isinstance(config, Division):
+        return f"{config.tokens}/loop"
     return f"{config.block_m}/{config.tiles}/{config.chunks}/{config.warps}/{config.stages}"
 
 
@@ -183,6 +208,7 @@ def measure_shape(bench: Bench, code: str, shape: Shape, tokens: list[int]) -> l
         tried = [
             _try(bench, words, x, expected, config, what, gate)
             for config in candidates(count, is_gated=shape.is_gated)
+            if not isinstance(config, Division) or takes(x, words[0].weight, gate, config)
         ]
         moved = words[0].num_bytes + bench.dtype.itemsize * (x.numel() + expected.numel())
         found.append(
@@ -244,6 +270,22 @@ def most_tokens(sums: list[dict[str, object]]) -> dict[str, int]:
     return found
 
 
+def most_tokens_of_both(found: list[dict[str, object]]) -> dict[str, dict[str, int]]:
+    """Return up to how many tokens the kernel beats bf16 by code, in all plain and all gated products."""
+    limits: dict[str, dict[str, int]] = {}
+    for code in dict.fromkeys(str(one["code"]) for one in found):
+        limits[code] = {}
+        for kind, is_gated in (("plain", False), ("gated", True)):
+            some = [
+                one
+                for one in found
+                if one["code"] == code and str(one["product"]).endswith("gate_up") == is_gated
+            ]
+            sums = [one for one in totals(some) if one["kernel_ms"] < one["bf16_ms"]]
+            limits[code][kind] = max((int(one["tokens"]) for one in sums), default=0)
+    return limits
+
+
 @torch.inference_mode()
 def measure(bench: Bench, codes: list[str], some: list[Shape], tokens: list[int]) -> list[dict[str, object]]:
     return [
@@ -295,7 +337,8 @@ def show(model: str, found: list[dict[str, object]]) -> None:
     keys = ("tokens", "bf16_ms", "kernel_ms", "unpacked_ms", "bytes_ms")
     print("All products of a forward, each in its best division:")
     print(record.table(["code", *keys], [[one["code"], *(one[key] for key in keys)] for one in sums]))
-    print(f"The kernel beats unpacking first up to so many tokens: {most_tokens(sums)}\n")
+    print(f"The kernel beats unpacking first up to so many tokens: {most_tokens(sums)}")
+    print(f"It beats bf16 up to so many tokens: {most_tokens_of_both(found)}\n")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from benchmarks.gpu_step import copy_ceiling
+from benchmarks.on_card import copy_ceiling
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.models.config import ModelConfig

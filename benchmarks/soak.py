@@ -1,15 +1,18 @@
 """The server under a load that changes: no failure, the same answers, and memory that stays flat.
 
-    python -m benchmarks.soak [--minutes 2] [--kill-every S] [--json FILE] [-- FLAGS OF SERVE]
+    python -m benchmarks.soak [--minutes 2] [--widths each] [--kill-every S] [--json FILE] [-- FLAGS OF SERVE]
 
 A real server with the default model in a process of its own. The load goes round four times, a quarter of
 the time each: 1, 8 and 64 streams, bursts of 32 with pauses, 2 streams. Prompts are long and short, answers
 of mixed lengths, streamed or not; a quarter of the clients hang up, and all that still run when a phase
-ends. Half of the requests were asked before, alone and without drafts, greedy or with a seed: their answers
-have to be == to those. Exits with 1 when a request fails, an answer differs, or the memory of the last
-quarter is above that of the second by more than the tolerance. The cache is small, so that all of its pages
-are touched in the first quarter. With --kill-every and `--replicas 2` among the flags, a replica chosen at
-random is killed every S seconds on average, and nothing else may change.
+ends. Every few seconds the prompts change between random words, code, prose, qa and all of them, so drafts
+turn better and worse; a fifth of the requests have a width of their own. `--widths each` gives every row its
+own width where the engine would not (benchmarks/dealt.py). Half of the requests were asked before, alone and
+without drafts, greedy or with a seed: their answers have to be == to those. Exits with 1 when a request
+fails, an answer differs, or the memory of the last quarter is above that of the second by more than the
+tolerance. The cache is small, so that all of its pages are touched in the first quarter. With --kill-every
+and `--replicas 2` among the flags, a replica chosen at random is killed every S seconds on average, and
+nothing else may change.
 """
 
 import argparse
@@ -29,8 +32,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks import dealt
 from benchmarks.record import context, save, table
 from benchmarks.start import ready
+from blockdraft.bench import workloads
 from blockdraft.machine.machine import free_port
 
 CHAT = "/v1/chat/completions"
@@ -39,6 +44,12 @@ START_S = 300  # to load the model, and fetch it before the first time
 NUM_ROUNDS = 4  # as quarters of the time are compared
 PAUSE_S = 1.0  # between two bursts
 NUM_WORDS = (5, 9, 14, 20, 60, 120, 200, 300)  # of the prompts whose answers are known
+CLASSES = ("code", "prose", "qa")
+NUM_PROMPTS = 4  # of each class, whose answers are known
+WORDS = "words"
+TURNS = ((WORDS,), ("code",), ("qa",), (WORDS, *CLASSES), ("prose",))  # kinds of prompts, one after another
+TURN_S = 4.0
+WIDTHS = (1, 2, 3, 5, 8)  # of the requests that set one
 TOLERANCE = 0.02
 TOLERANCE_MB = 16.0  # arbitrary: an allocator's moods
 
@@ -71,6 +82,8 @@ class Soak:
         self.num_killed = 0
         self.errors: list[str] = []
         self.expected: dict[str, str] = {}  # by prompt
+        self.known: dict[str, list[str]] = {}  # its prompts, by kind
+        self.start_s = time.monotonic()
         self.memory_mb: list[tuple[float, float]] = []  # seconds since the start, resident
 
     async def run(self, seconds: float, kill_every_s: float | None = None) -> None:
@@ -101,11 +114,13 @@ class Soak:
     async def ask_alone(self) -> None:
         """Keep the expected answers, asked one at a time without drafts."""
         chance = random.Random(0)
-        for num_words in NUM_WORDS:
-            body = known_body(words(chance, num_words)) | {"speculative": False}
+        self.known = {WORDS: [words(chance, num_words) for num_words in NUM_WORDS]}
+        self.known |= {name: prompts_of(name)[:NUM_PROMPTS] for name in CLASSES}
+        for prompt in [prompt for prompts in self.known.values() for prompt in prompts]:
+            body = known_body(prompt) | {"speculative": False}
             response = await self.client.post(CHAT, json=body)
             response.raise_for_status()
-            self.expected[body["messages"][0]["content"]] = text_of(response.text)
+            self.expected[prompt] = text_of(response.text)
 
     async def watch(self) -> None:
         start_s = time.monotonic()
@@ -151,10 +166,13 @@ class Soak:
 
     async def ask(self, chance: random.Random) -> bool:
         """Ask something; whether it was answered, that is, nobody hung up and nothing failed."""
+        kind = chance.choice(kinds_at(time.monotonic() - self.start_s))
         if is_known := chance.random() < 0.5:
-            body = known_body(chance.choice(list(self.expected)))
+            body = known_body(chance.choice(self.known[kind]))
         else:
-            body = mixed_body(chance)
+            body = mixed_body(chance, kind)
+        if chance.random() < 0.2:
+            body["speculative"] = {"width": chance.choice(WIDTHS)}
         body["stream"] = chance.random() < 0.6
         num_pieces = chance.randrange(20) if chance.random() < 0.25 else None
         lines = []
@@ -186,6 +204,10 @@ class Soak:
         return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
 
 
+def kinds_at(seconds: float) -> tuple[str, ...]:
+    return TURNS[int(seconds / TURN_S) % len(TURNS)]
+
+
 def words(chance: random.Random, count: int) -> str:
     return " ".join(chance.choices(STORY.split(), k=count))
 
@@ -197,8 +219,16 @@ def known_body(prompt: str) -> dict[str, Any]:
     return {"messages": [message], "max_tokens": 8 + len(prompt) % 25, **how}
 
 
-def mixed_body(chance: random.Random) -> dict[str, Any]:
-    message = {"role": "user", "content": words(chance, chance.randrange(5, 300))}
+def prompts_of(name: str) -> list[str]:
+    """Return the first turns of a class of `bench`."""
+    return [one.turns[0] for one in workloads.load(name).prompts]
+
+
+def mixed_body(chance: random.Random, kind: str) -> dict[str, Any]:
+    prompt = words(chance, chance.randrange(5, 300))
+    if kind != WORDS:
+        prompt = f"{chance.choice(prompts_of(kind))}\n\n{words(chance, 5)}"
+    message = {"role": "user", "content": prompt}
     return {"messages": [message], "max_tokens": chance.choice((1, 8, 32, 100)), "temperature": 1.0}
 
 
@@ -239,6 +269,7 @@ async def soak_server(url: str, pid: int, seconds: float, kill_every_s: float | 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--widths", choices=dealt.RULES, help="default: as the engine deals them")
     parser.add_argument("--kill-every", type=float, metavar="S")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="more flags of serve, behind --")
@@ -247,7 +278,7 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     flags = ["--max-model-len", "2048", "--cache-bytes", str(128 << 20), *options.flags]
-    command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(port), *flags]
+    command = [*dealt.command(options.widths), "serve", "--port", str(port), *flags]
     with subprocess.Popen(command) as server:
         try:
             wait_until_ready(port, server)
@@ -259,6 +290,7 @@ def main() -> None:
     limit = early + max(early * TOLERANCE, TOLERANCE_MB)
     result |= {
         "minutes": options.minutes,
+        "widths": options.widths,
         "answers": soak.answers,
         "compared": soak.num_compared,
         "hung_up": soak.num_left,

@@ -6,6 +6,8 @@ tell apart by source, LLVM and processor.
 """
 
 import atexit
+import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.settings.settings import cache_dir
+from tests.interpreter import speed_up
 from tests.not_run import (  # noqa: F401  # hooks: what a run leaves out is said at its end
     pytest_deselected,
     pytest_sessionfinish,
@@ -44,3 +47,11 @@ def _own_cache():
 
 
 _own_cache()
+
+
+def pytest_collection_finish(session):
+    """All tests and what they import stay: a collection by an engine that starts need not scan them."""
+    gc.collect()
+    gc.freeze()
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        speed_up()

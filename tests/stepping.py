@@ -18,7 +18,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter, Weightless
-from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
+from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
 from blockdraft.step.prefill_graphs import filled, widest_counts
 from tests import tiny
@@ -37,7 +37,7 @@ MAX_ROWS = 4
 class EagerStep:
     """Stands in for a StepGraph: run kernel by kernel."""
 
-    num_rows: int
+    size: object
     replay: object
 
 
@@ -45,18 +45,17 @@ class KernelByKernel(StepGraphs):
     """StepGraphs that captures nothing: the same sizes, filled up in the same way."""
 
     def __init__(self, step, rows):
-        self._step, self._rows = step, rows
-        self._graphs, self._parts, self.sizes, self._widths = {}, {}, [], []
-        self.time = CaptureTime()
+        super().__init__(step, rows, captures=None)
 
-    def _capture(self, num_rows, width):
+    def _capture(self, size):
         if self._rows is not None:
-            self._rows.activate((), num_rows)  # as a capture does: whoever comes has to activate their own
-        return EagerStep(num_rows, lambda: pack(self._step(width)))
+            self._activate(size)  # as a capture does: whoever comes has to activate their own
+        run = self._run(size)
+        return EagerStep(size, lambda: pack(run()))
 
-    def _capture_parts(self, make, num_rows, width):
-        self._rows.activate((), num_rows)
-        return make(num_rows, width)
+    def _capture_parts(self, make, size):
+        self._activate(size)
+        return make(size)
 
 
 def pin(engine, *, is_captured, sizes=None, now=None):
@@ -357,7 +356,7 @@ def play(engine, scene, *, num_steps=4):
     seen = []
     for _ in range(num_steps):
         step = engine.graphs.find(len(scene.active), engine.plan.width)
-        engine.rows.activate(scene.active, step.num_rows)
+        engine.rows.activate(scene.active, step.size.rows)
         token_ids = Reading(step.replay()).token_ids()[: len(scene.active)]
         seen.append((token_ids, state_of(engine, range(len(scene.lengths)))))
     return seen
@@ -633,6 +632,18 @@ def check_kind(place, kind, *, temperature):
     assert tokens_of(got) == tokens_of(eager) == tokens_of(plain)
     assert [result.columns for result in got] == [result.columns for result in eager]
     assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
+
+
+def check_trees(place, kind, *, temperature):
+    """Trees of drafts, captured and kernel by kernel: the tokens of plain decoding."""
+    requests = make_requests(temperature=temperature)
+    plain = tokens_of(serve(tiny_engine(place, NoDrafter(tiny.BLOCK)), requests))
+    for is_captured in (True, False):
+        engine = tiny_engine(place, kind, is_captured=is_captured and place.has_graphs, tree=32)
+        while engine.tree_graphs is not None and engine.tree_graphs.capture_next():
+            pass  # while requests are served there may be no time for it
+        assert tokens_of(serve(engine, requests)) == plain
+        assert engine.stats.num_trees > 0
 
 
 def check_mtp(name, place, *, overlap):

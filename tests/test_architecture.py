@@ -1,6 +1,7 @@
-"""The shape of the package: who may import whom, what stays light, who prints."""
+"""The shape of the package: who may import whom, what stays light, who prints, how long a function is."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import blockdraft
 
 ROOT = Path(blockdraft.__file__).parent
+MAX_FUNCTION = 60
+MAX_STEP = 25
+LONG_BY_NATURE = ("kernels.triton.", "kernels.llvm.")  # a kernel is one function
 
 # Each room may import the rooms of its own line (its own alone, of several) and of the lines below it.
 FLOORS = [
@@ -78,26 +82,31 @@ TORCH_FREE = {
 }
 
 
+@functools.cache
 def modules():
-    """Name and syntax tree of every module of the package; a package's own file has the package's name."""
-    for path in ROOT.rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+    """The syntax tree of every module of the package by its name; a package's own file has the package's."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text()) for path, name in names.items()}
 
 
-MODULES = dict(modules())
+@functools.cache
+def nodes(tree):
+    return tuple(ast.walk(tree))
 
 
-def imports(tree, known=MODULES):
+@functools.cache
+def imports(tree):
     """Full names of the modules that a file imports; `from package import module` names the module."""
-    for node in ast.walk(tree):
+    found = []
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner.removeprefix("blockdraft.") in known else node.module
+                found.append(inner if inner.removeprefix("blockdraft.") in modules() else node.module)
+    return found
 
 
 def own_imports(tree):
@@ -132,12 +141,12 @@ def forbidden(importer, imported):
 
 
 def test_every_room_has_a_place():
-    rooms = {room(name) for name in MODULES} - {"__init__", "__main__"}
+    rooms = {room(name) for name in modules()} - {"__init__", "__main__"}
     assert rooms == ANYONE | set().union(*FLOORS)
 
 
 def test_imports_point_down():
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for imported in own_imports(tree):
             reason = forbidden(name, imported)
             assert reason is None, f"{name} imports {imported}: {reason}"
@@ -145,7 +154,7 @@ def test_imports_point_down():
 
 def test_imports_point_down_in_the_server():
     floors = {name: number for number, rooms in enumerate(SERVER_FLOORS) for name in rooms}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for imported in own_imports(tree):
             if name.startswith("server.") and imported.startswith("server."):
                 here, there = name.split(".")[1], imported.split(".")[1]
@@ -160,7 +169,7 @@ def test_a_module_imported_from_its_package_is_seen():
 
 def test_there_is_no_circle_of_imports():
     """Imports inside functions count, too, and those for types."""
-    edges = {name: own_imports(tree) for name, tree in MODULES.items()}
+    edges = {name: own_imports(tree) for name, tree in modules().items()}
     done: set[str] = set()
 
     def visit(name, path):
@@ -175,7 +184,7 @@ def test_there_is_no_circle_of_imports():
 
 
 def test_what_must_stay_light_does():
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         tops = {imported.split(".")[0] for imported in imports(tree)}
         if room(name) in ANYONE:
             foreign = tops - set(sys.stdlib_module_names) - {"blockdraft"} - ANYONE_LIBRARIES.get(name, set())
@@ -187,15 +196,15 @@ def test_what_must_stay_light_does():
 
 
 def test_no_engine_of_others_and_no_transformers():
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         tops = {imported.split(".")[0] for imported in imports(tree)}
         assert not tops & {"vllm", "sglang", "transformers"}, name
         assert "pickle" not in tops, name
 
 
 def test_the_environment_is_read_in_settings_only_and_print_lives_in_the_cli():
-    for name, tree in MODULES.items():
-        for node in ast.walk(tree):
+    for name, tree in modules().items():
+        for node in nodes(tree):
             if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
                 assert name == "settings.settings", f"{name} reads the environment"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -224,7 +233,7 @@ def test_help_plan_bench_and_doctor_do_not_import_torch():
 def test_a_class_has_its_name_for_itself():
     """Whoever searches for a name finds one thing. Each Triton kernel has a Config of its own tiles."""
     places = {}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "triton" not in name:
                 places.setdefault(node.name, []).append(name)
@@ -238,7 +247,7 @@ def test_public_names_exist():
 
 def test_no_start_imports_what_structured_outputs_alone_need():
     """It takes a tenth of a second, and most servers never see a structured output."""
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         assert "llguidance" not in {imported.partition(".")[0] for imported in imports(top)}, name
 
@@ -256,3 +265,24 @@ def test_few_modules_name_the_settings():
     """Others take the values they need, a Plan or a Case."""
     found = [path for path in ROOT.rglob("*.py") if re.search(r"\bSettings\b", path.read_text())]
     assert len(found) <= 17, sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def lengths(tree):
+    """Name and number of lines of every function."""
+    functions = [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [(node.name, node.end_lineno - node.lineno + 1) for node in functions]
+
+
+def test_functions_fit_on_a_screen():
+    long = [
+        f"{name} {function}: {count}"
+        for name, tree in modules().items()
+        if not name.startswith(LONG_BY_NATURE)
+        for function, count in lengths(tree)
+        if count > MAX_FUNCTION
+    ]
+    assert not long
+
+
+def test_the_step_stays_the_measure():
+    assert dict(lengths(modules()["step.decode"]))["decode_parts"] <= MAX_STEP

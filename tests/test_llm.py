@@ -143,6 +143,8 @@ def test_several_engines_are_for_a_server():
         LLM(replicas=2)
     with pytest.raises(SettingsError, match="is a list, which only `blockdraft serve` takes"):
         LLM(device="cpu,cpu")
+    with pytest.raises(SettingsError, match="only `blockdraft serve` keeps prefixes"):
+        LLM(prefix_disk="kept")
 
 
 def test_an_unknown_setting_is_an_error_with_a_suggestion():

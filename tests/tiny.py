@@ -18,6 +18,7 @@ from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.llvm.jit import repeat
 from blockdraft.kernels.sampling_tables import Whole
+from blockdraft.kernels.tree import Choices
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.planner.kv_choice import KvChoice, KvRequest
 from blockdraft.settings.settings import Settings
@@ -25,6 +26,7 @@ from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter, Weightless
 from blockdraft.step.ngram import NgramDrafter
+from blockdraft.step.step_sizes import all_means, uneven_places
 from tests.fixtures import make_pair
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
@@ -248,6 +250,43 @@ class HintedDrafter(Weightless):
                 block[row, column] = (right + 1) % 60 if is_wrong else right
 
 
+HINTS = 4  # choices of a column
+
+
+def hint_trees(engine, answers, *, is_beside=False):
+    """Let trees grow from chances by chance, among which is the answer's token in a place by chance.
+
+    Return a list of lists: how many choices are likelier than the answer's token, tree by tree. With
+    `is_beside`, the engine weighs the drafter's own choices, too, but takes none.
+    """
+    generator, told, own = torch.Generator().manual_seed(0), [], engine.rows.kernels.weigh
+
+    def weigh(logits, pairs, starts, anchor, batch):
+        num_rows, num_columns, vocab_size = logits.shape
+        if is_beside:
+            assert own(logits, pairs, starts, anchor, batch).chances.isfinite().any()
+        ids = (
+            torch.rand(num_rows, num_columns, vocab_size, generator=generator)
+            .argsort(dim=-1)[..., :HINTS]
+            .contiguous()
+        )
+        chances = torch.rand(num_rows, num_columns, 1, HINTS, generator=generator).log()
+        chances, places = chances.sort(dim=-1, descending=True)
+        for row, (start, seed) in enumerate(
+            zip(starts.tolist(), batch.integers(Whole.SEED).tolist(), strict=True)
+        ):
+            told.append([])
+            for column, token in enumerate(answers.get(seed, ())[start + 1 : start + 1 + num_columns]):
+                rank = max(0, int(torch.randint(-HINTS, HINTS, (), generator=generator)))
+                told[-1].append(rank)
+                ids[row, column][ids[row, column] == token] = (token + 1) % vocab_size
+                ids[row, column, places[row, column, 0, rank]] = token
+        return Choices(ids, chances, places)
+
+    engine.rows.kernels = replace(engine.rows.kernels, weigh=weigh)
+    return told
+
+
 class AnyChunks(Chunks):
     """Changes its mind from step to step, as a clock might make it: sizes, turns and whose prompts."""
 
@@ -300,6 +339,7 @@ def engine(
     weights="auto",
     kernels=None,
     chunks=None,
+    widths=None,
     tokenizer=None,
     is_captured=False,
     max_model_len=200,
@@ -307,7 +347,8 @@ def engine(
 ):
     """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
 
-    `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
+    `chunks`: a seed, for prompts that are cut by chance. `widths`: a seed, for a width of its own for each
+    row and step. `tokenizer`: another one than the pair's own.
     """
     models, planned = loaded(dtype, device, weights, max_model_len)
     if tokenizer is not None:
@@ -317,6 +358,8 @@ def engine(
     if isinstance(drafter, DFlashDrafter) and "draft_ngram" in plan:
         drafter = copy.copy(drafter)
         drafter.draft_ngram = plan["draft_ngram"]
+    if plan.get("tree") and not (isinstance(drafter, DFlashDrafter) and drafter.grows_trees):
+        plan["tree"] = 0
     plan = {"num_pages": 512, "max_num_seqs": 8, "max_prefill_tokens": 64, **plan}
     models = replace(models, drafter=drafter)
     if isinstance(drafter, DFlashDrafter):
@@ -326,6 +369,8 @@ def engine(
     made = Engine(models, with_exact_pages(replace(planned, **plan)))
     if is_captured:
         capture(made)
+    if widths is not None:
+        with_any_widths(made, widths)
     return made if chunks is None else with_any_chunks(made, chunks)
 
 
@@ -333,7 +378,21 @@ def capture(engine):
     """Every step when it is first wanted, where steps of this model can be captured."""
     plan = engine.plan
     if engine.models.why_not_captured() is None:
-        engine.capture(range(1, plan.max_num_seqs + 1), range(1, plan.block + 1), now=())
+        rows, widths = range(1, plan.max_num_seqs + 1), range(1, plan.block + 1)
+        engine.capture(rows, widths, now=(), uneven=uneven_places(rows, plan.block, all_means))
+
+
+def with_any_widths(engine, seed):
+    """Draw a width for every row and step, if its request set none."""
+    drawn = random.Random(seed)
+
+    def widths(sequences):
+        return [
+            drawn.randint(1, engine.plan.block) if one.may_change_width else one.width for one in sequences
+        ]
+
+    engine.scheduler._widths = widths
+    return engine
 
 
 def with_any_chunks(engine, seed):

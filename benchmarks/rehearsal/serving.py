@@ -100,6 +100,18 @@ def get_json(url: str) -> dict[str, object]:
     return found
 
 
+def ask(url: str, question: str, max_tokens: int) -> tuple[str, int]:
+    """Return the greedy answer, and how many tokens of the prompt were cached."""
+    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": max_tokens}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=HTTP_S) as response:
+        found = json.load(response)
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], cached
+
+
 def wait_for_rechecks(url: str) -> tuple[int, int]:
     """Return how many answers the idle server has computed again, once there is one, and how many differ."""
     end_s = time.monotonic() + RECHECK_S

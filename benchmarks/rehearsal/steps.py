@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from blockdraft.settings.shipped import shipped_drafter
 MODEL = "default"
 STREAMS = (1, 16)
 RECEIPTS = "receipts.jsonl"
+PREFIXES = "prefixes"
 LONG_TEXT = 4000  # characters: some hundred tokens are read compressed
 OUR_WARNING = re.compile(r"\bwarning:", re.IGNORECASE)  # not a UserWarning of a compiler
 NO_BETTER = "no better than"  # what `train` warns of after so short a training
@@ -114,6 +115,7 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         step("plan", plan),
         step("serve, cold", serve_cold),
         step("generate", generate),
+        step("trees", generate_with_trees, "generate"),
         step("serve, warm", serve_warm),
         step("clean starts", check_starts, "serve, warm"),
         step("plan against server", compare_memory, "plan", "serve, warm"),
@@ -174,6 +176,13 @@ def generate(stage: Stage) -> Found:
     return Found(f"{found['text']!r}, {_per_step(found)}", found)
 
 
+def generate_with_trees(stage: Stage) -> Found:
+    found = _generated(stage, "--tree", "32", "--width", "16", env=stage.served)
+    if found["text"] != stage.answer:
+        raise Failure(f"with trees the answer is {found['text']!r}, with chains {stage.answer!r}")
+    return Found(f"the same answer, {_per_step(found)}", found)
+
+
 def _generated(stage: Stage, *flags: str, env: dict[str, str]) -> dict[str, object]:
     """Return the greedy answer; the client asks the server the same."""
     words = (client.QUESTION, "--json", "--temperature", "0", "--max-tokens", str(client.MAX_TOKENS), *flags)
@@ -203,16 +212,24 @@ def _refuse_warnings(done: Done, but: str | None = None) -> None:
 
 
 def serve_cold(stage: Stage) -> Found:
-    """The caches of compiled and measured things are empty."""
-    server = _start(stage, "cold")
+    """The caches of compiled and measured things are empty; it leaves the prefix of a prompt."""
+    server = _start(stage, "cold", "--prefix-disk", str(stage.path(PREFIXES)))
+    serving.ask(server.url, client.QUESTION, client.MAX_TOKENS)
     end(stage, server)
     return ready(stage, f"{MODEL}, cold", server)
 
 
 def serve_warm(stage: Stage) -> Found:
-    """With the caches that the cold start has filled; left running for the steps that need one."""
-    stage.server = _start(stage, "warm", "--receipts", str(stage.path(RECEIPTS)), "--recheck", "0.2")
-    return ready(stage, f"{MODEL}, warm", stage.server)
+    """With what the cold start has left; left running for the steps that need one."""
+    flags = ("--prefix-disk", str(stage.path(PREFIXES)), "--receipts", str(stage.path(RECEIPTS)))
+    stage.server = _start(stage, "warm", *flags, "--recheck", "0.2")
+    text, num_cached = serving.ask(stage.server.url, client.QUESTION, client.MAX_TOKENS)
+    if not num_cached:
+        raise Failure("nothing of a prompt that was asked before the restart is found on disk")
+    if text != (stage.answer or text):
+        raise Failure(f"after a restart the answer is {text!r}, that of `generate` is {stage.answer!r}")
+    found = ready(stage, f"{MODEL}, warm", stage.server)
+    return replace(found, says=f"{found.says}, {num_cached} tokens of a prompt from disk")
 
 
 def _start(stage: Stage, name: str, *flags: str) -> serving.Server:

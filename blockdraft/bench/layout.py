@@ -283,7 +283,7 @@ def terminal(report: BenchReport) -> Renderables:
         *(Text(f"warning: {clean(line)}", style="yellow") for line in report["warnings"]),
         *(Text(f"note: {clean(line)}", style="dim") for line in report["notes"]),
         Text(
-            "± is half of the 95 % interval; commit/step: tokens committed per step, accepted drafts + 1.",
+            "± is half of the 95 % interval; commit/step: tokens an answer commits per step, accepted + 1.",
             style="dim",
         ),
     )

@@ -39,10 +39,6 @@ class StreamPace:
         return self.num_chunks * self.tokens_per_chunk
 
     @property
-    def duration_s(self) -> float:
-        return self.ttft_s + (self.num_chunks - 1) * self.gap_s
-
-    @property
     def tpot_s(self) -> float:
         return (self.num_chunks - 1) * self.gap_s / (self.num_tokens - 1)
 

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.paged import CompressedKV, CompressedLayer, PagedKV
+from blockdraft.cache.raw_slots import RawSlots
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed, LayerSpec, Recurrent, SharedWith
+from blockdraft.cache.tree_view import TreePages, TreeView
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
+from blockdraft.kernels.tree import Tree
 
 SCRATCH_PAGE = 1
 
@@ -45,8 +48,11 @@ class Cache:
         rule: PositionRule | None = None,
         num_exact_pages: int = 0,
         num_slots: int = 0,
+        num_tree_pages: int = 0,
     ) -> None:
+        """`num_tree_pages`: pages for the branches of trees, beside the others of each kind."""
         self._kernels = kernels
+        self._tree_pages = TreePages(num_pages, num_exact_pages, page_size)
         self._rule = rule or PositionRule()
         self.page_size = page_size
         self.num_pages = num_pages
@@ -68,7 +74,7 @@ class Cache:
                 spec,
                 num_layers=specs.count(spec),
                 num_slots=num_pages * page_size,
-                num_exact_slots=num_exact_pages * page_size,
+                num_exact_slots=(num_exact_pages + num_tree_pages) * page_size,
                 rule=self._rule,
                 dtype=dtype,
                 device=device,
@@ -86,7 +92,7 @@ class Cache:
             elif isinstance(spec, Compressed):
                 storage.append(CompressedLayer(self._compressed[spec], specs[:index].count(spec)))
             else:
-                slots = num_pages * page_size
+                slots = (num_pages + num_tree_pages) * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
         self.storage = tuple(storage)
 
@@ -95,20 +101,28 @@ class Cache:
         rows: Rows,
         counts: int | tuple[int, ...],
         *,
+        num_tokens: int | None = None,
         is_known: bool = False,
         offsets: Tensor | None = None,
         shift: int = 0,
     ) -> CacheView:
         """Return the view of one forward over the active rows: `counts` tokens each, from `length` on.
 
-        With `shift`, the tokens begin that many positions after `length`, or at 0 if it were negative.
+        If `num_tokens` in all are fewer than `counts` each, each row has its own width (Rows.activate), at
+        most `counts`. With `shift`, the tokens begin that many positions after `length`, or at 0 if it were
+        negative.
 
         Set `is_known` for tokens of a prompt: they need no verification, so recurrent layers fold them at
         once, as they do with a block's first token if it is alone. `offsets` is described in Blocks.
         """
         active = rows.active
+        most = counts if isinstance(counts, int) else max(counts, default=0)
         if isinstance(counts, int):
-            counts = (counts,) * len(active)
+            if num_tokens is not None and num_tokens < counts * len(active):
+                assert sum(rows.widths) == num_tokens
+                assert max(rows.widths) <= counts
+                offsets = rows.offsets
+            counts = (counts,) * len(active) if offsets is None else rows.widths
         starts = rows.length[active]
         if shift:
             starts = (starts + shift).clamp_(min=0)
@@ -121,6 +135,7 @@ class Cache:
             locate=self._kernels.locate,
             offsets=offsets,
             exact_pages=rows.exact_table,
+            most=most,
         )
         tiles = None
         if self._compressed and is_known:  # queries of a prompt read some of its tokens compressed
@@ -128,9 +143,16 @@ class Cache:
             tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
         told = counts if offsets is None else None
-        most = max(counts, default=0)
-        scan = Scan(active, starts, told, is_known or most <= 1, begins, most, rows.saves)
+        is_known = is_known or most <= 1
+        is_boxed = bool(self._states) and self._kernels.scan_in_place is None
+        places = blocks.places if is_boxed and not is_known and not blocks.is_even else None
+        scan = Scan(active, starts, told, is_known, begins, most, rows.saves, places)
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
+
+    def tree_view(self, rows: Rows, tree: Tree) -> TreeView:
+        """Return the view of a step that verifies a tree of each active row."""
+        assert not self._states, "a state belongs to one path"
+        return TreeView(self.storage, rows=rows, tree=tree, pages=self._tree_pages, kernels=self._kernels)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
         """Return the tiles to compress if the active rows grow from starts [R] by counts [R] <= max_count."""
@@ -168,6 +190,16 @@ class Cache:
     def compressed(self) -> tuple[CompressedKV, ...]:
         """The layers that compress, one group per spec."""
         return tuple(self._compressed.values())
+
+    def raw(self) -> tuple[RawSlots, RawSlots, RawSlots]:
+        """Return the bytes of pages, of exact pages and of recurrent states, over target and drafter."""
+        paged = {id(one): one for one in self.storage if isinstance(one, PagedKV)}.values()
+        groups = [group.pages for group in self.compressed]
+        pages = [(part, 1) for one in paged for part in (one.keys, one.values)]
+        pages += [(part, 2) for group in groups for codes in (group.keys, group.values) for part in codes]
+        exact = [(part, 2) for group in groups for part in (group.exact_keys, group.exact_values)]
+        states = [(part, 1) for one in self._states.values() for part in (one.state, one.tail)]
+        return RawSlots(pages, self.page_size), RawSlots(exact, self.page_size), RawSlots(states)
 
     @property
     def reads_offsets(self) -> bool:

@@ -36,6 +36,11 @@ class PagedKV:
         return Slots(self.keys, self.values, blocks.write_slots)
 
     @property
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The keys and values [G, S, D] that forwards write."""
+        return self.keys, self.values
+
+    @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
@@ -100,6 +105,12 @@ class CompressedLayer:
 
     def slots(self, blocks: Blocks) -> Slots:
         return self.group.slots(self._layer, blocks)
+
+    @property
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The keys and values [G, S, D] that forwards write."""
+        pages = self.group.pages
+        return pages.exact_keys[self._layer], pages.exact_values[self._layer]
 
     def compress(self, tiles: Tiles) -> None:
         self.group.compress(tiles, self._layer)

@@ -30,6 +30,7 @@ from blockdraft.kernels.gated_delta import (
     slots_at,
 )
 from blockdraft.kernels.kernels import REFERENCE, Kernels
+from blockdraft.kernels.sampling import Places
 
 
 class Scan(NamedTuple):
@@ -37,11 +38,12 @@ class Scan(NamedTuple):
 
     rows: Tensor  # [R]
     starts: Tensor  # [R]
-    counts: tuple[int, ...] | None  # None: only `offsets` gives the counts
+    counts: tuple[int, ...] | None  # None: only `offsets` gives the counts, or `places` if they differ
     is_known: bool  # tokens of a prompt, or blocks of one token: committed at once, without a tape
     offsets: Tensor | None = None  # [R + 1] where each row's tokens begin in the stream; for a GPU
     max_count: int = 0  # upper limit of tokens per row; with `offsets`
     saves: SaveTable | None = None
+    places: Places | None = None  # of the tokens of a block to verify, if its rows' widths differ
 
 
 class _Saving(NamedTuple):
@@ -109,12 +111,14 @@ class RecurrentStates:
             tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
             at = self._at(where.rows, where.starts, where)
             return in_place.scan(x, beta, gate, weights, at, layer=layer, tape=tape)
-        assert where.counts is not None, "without scan_in_place, counts must be known"
         beta, gate = gates(beta, gate, weights)
         conv = weights.conv
+        if where.places is not None:
+            return self._scan_box(layer, x, conv, gate, beta, where)
+        assert where.counts is not None, "without scan_in_place, counts must be known"
         if len(set(where.counts)) == 1:
             return self._scan_even(layer, x, conv, gate, beta, where)
-        assert where.is_known, "a block to verify has one width in all rows"
+        assert where.is_known, "a block to verify has one width, or places"
         parts = []
         pieces = zip(*(torch.split(tensor, list(where.counts)) for tensor in (x, gate, beta)), strict=True)
         for row, (x_row, gate_row, beta_row) in enumerate(pieces):
@@ -144,6 +148,16 @@ class RecurrentStates:
         assert where.offsets is not None, "scan_in_place needs offsets"
         saves = self._no_saves if where.saves is None else where.saves
         return RowStates(self.state, self.tail, rows, starts, where.offsets, where.max_count, saves)
+
+    def _scan_box(
+        self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan
+    ) -> Tensor:
+        """Scan rows of different widths as rows of the widest: past a row's width, all is zero and unread."""
+        assert where.places is not None
+        places = where.places
+        x, gate, beta = (places.put(one).flatten(0, 1) for one in (x, gate, beta))
+        read = self._scan_even(layer, x, conv, gate, beta, where)
+        return places.take(read.view(len(where.rows), -1, *read.shape[1:]))
 
     def _scan_even(
         self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan

@@ -6,6 +6,7 @@ overwritten. `anchor` is the token at position `length`: known, but not in the c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.sampling import NEVER, Needs, SamplingBatch
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 from blockdraft.kernels.transfer import to_device
+
+NO_LIMIT = 1 << 30
+_Given = tuple[tuple[int, ...], ...]  # what `activate` got: rows, widths and limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,12 @@ class Rows:
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.device = device
-        self._active_ids: tuple[int, ...] = ()
-        self._active = self._integers(count)
-        self.active = self._active[:0]  # [R] rows of this step
+        self._given: _Given = ()
+        self._step = self._integers(3 * count + 1)  # active, limits, offsets; a copy sets all three
+        self.active = self._step[:0]  # [R] rows of this step
+        self.limits = self._step[:0]  # [R] the most tokens that the step may commit
+        self.offsets = self._step[:1]  # [R + 1] where the rows' tokens begin, if their widths differ
+        self.widths: tuple[int, ...] = ()  # the same, on the host: the tokens of each row
         self.length = self._integers(count)
         self.anchor = self._integers(count)
         self.page_table = self._integers(count, max_pages)
@@ -124,7 +131,7 @@ class Rows:
         """Place several rows at once; only penalty counts and history are copied row by row."""
         if not entries:
             return
-        self._active_ids = ()  # the same rows may need other parts of sampling now
+        self._given = ()  # the same rows may need other parts of sampling now
         index = self._tensor([row for row, *_ in entries])
         samplings = [sampling for *_, sampling in entries]
         if self.last_hidden is not None:
@@ -215,22 +222,40 @@ class Rows:
             where, values = changes.chunk(2)
             table.view(-1)[where] = values
 
-    def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
-        """Set the active rows of the next step, in order; pad them to `num_rows` with the scratch row."""
+    def activate(
+        self,
+        row_ids: Items[int],
+        num_rows: int | None = None,
+        *,
+        widths: Items[int] = (),
+        limits: Items[int] = (),
+    ) -> None:
+        """Set the active rows of the next step, in order; pad them to `num_rows` with the scratch row.
+
+        `widths`: the tokens of each row, padding included, if they differ. `limits`: the most tokens of each
+        row that the step may commit, if fewer than its width.
+        """
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
-        self.active = self._active[: len(padded)]
-        if padded == self._active_ids:
+        count, given = len(padded), (padded, tuple(widths), tuple(limits))
+        self.active, self.limits, self.offsets = torch.split(
+            self._step[: 3 * count + 1], [count, count, count + 1]
+        )
+        if given == self._given:
             return
-        self._active_ids = ()  # an interrupted copy must not count as done
-        self.active.copy_(self._tensor(padded))
+        self._given = ()  # an interrupted copy must not count as done
+        self.widths = tuple(widths)
+        least = [min(pair) for pair in itertools.zip_longest(widths, limits, fillvalue=NO_LIMIT)]
+        least += [NO_LIMIT] * (count - len(least))
+        offsets = [0, *itertools.accumulate(widths)] if widths else []
+        self._step[: 2 * count + len(offsets)].copy_(self._tensor([*padded, *least, *offsets]))
         host = [host for row in row_ids if (host := self._host[row]) is not None]
         self._needs.random = any(row.is_random for row in host)
         self._needs.filter = any(row.is_random and row.is_filtered for row in host)
         self._needs.penalty = any(row.is_penalised for row in host)
         self._needs.bias = any(row.bias for row in host)
         self._needs.min_end = any(row.min_end > row.output_start for row in host)
-        self._active_ids = padded
+        self._given = given
 
     def sampling(self) -> SamplingBatch:
         return SamplingBatch(

@@ -121,6 +121,12 @@ def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> i
     return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Compressed))
 
 
+def tree_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
+    """Return the bytes of one token in the pages of trees' branches, which are not compressed."""
+    paged = tuple(spec for spec in specs if not isinstance(spec, Compressed))
+    return bytes_per_token(paged, element_bytes) + exact_bytes_per_token(specs, element_bytes)
+
+
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
     """Return the bytes of one token in the pages of all layers of target and drafter."""
     return sum(spec.bytes_per_token(element_bytes) for spec in specs)

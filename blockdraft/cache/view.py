@@ -14,6 +14,7 @@ from blockdraft.kernels.heads import HeadNorms, apply_rotation, write
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.pointwise import Angles
+from blockdraft.kernels.sampling import Places
 
 LayerStorage = PagedKV | CompressedLayer | RecurrentState
 
@@ -93,6 +94,26 @@ class CacheView:
         """The tokens [offsets[r], offsets[r + 1]) belong to row r; [R + 1]."""
         return self._blocks.offsets
 
+    @property
+    def places(self) -> Places | None:
+        """The row and the column of each token; None if all rows have equally many tokens."""
+        return None if self._blocks.is_even else self._blocks.places
+
+    @property
+    def draft_places(self) -> Places | None:
+        """The row and the column of each draft, if the rows' widths differ. The first draft has column 0."""
+        return None if self._blocks.is_even else self._blocks.draft_places
+
+    def stream(self, box: Tensor) -> Tensor:
+        """Return the tokens' entries [N, ...] of a box [R, columns, ...]."""
+        return box.flatten(0, 1) if self.places is None else self.places.take(box)
+
+    def box(self, stream: Tensor, num_columns: int) -> Tensor:
+        """Return a stream [N, ...] as a box [R, columns, ...], with zeros past a row's tokens."""
+        if self.places is None:
+            return stream.view(len(self.starts), num_columns, *stream.shape[1:])
+        return self.places.put(stream)
+
     def attend(  # noqa: PLR0913
         self,
         layer: int,
@@ -106,8 +127,9 @@ class CacheView:
         sinks: Tensor | None = None,
     ) -> Tensor:
         storage = self._pages(layer)
+        blocks = self._blocks_of(storage)
         if k is not None and v is not None:
-            slots = storage.slots(self._blocks)
+            slots = storage.slots(blocks)
             if angles is None:
                 write(k, v, slots)
                 q = apply_rotation(q, slots.rotation)
@@ -115,21 +137,27 @@ class CacheView:
                 rotated = self._kernels.norm_rope_write(q, k, v, norms, angles, slots)
                 assert rotated is not None
                 q = rotated
-            self._compress(storage)
+            self._wrote(storage)
         elif isinstance(storage, CompressedLayer):
-            q = apply_rotation(q, storage.slots(self._blocks).rotation)
+            q = apply_rotation(q, storage.slots(blocks).rotation)
         if isinstance(storage, CompressedLayer):
-            return self._kernels.attend_compressed(q, storage.pages, self._blocks, mask, sinks)
-        return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)
+            return self._kernels.attend_compressed(q, storage.pages, blocks, mask, sinks)
+        return self._kernels.attend(q, storage.keys, storage.values, blocks, mask, sinks)
 
-    def _compress(self, storage: PagedKV | CompressedLayer) -> None:
+    def _blocks_of(self, storage: PagedKV | CompressedLayer) -> Blocks:
+        """Return the tokens of this forward, with the pages that a layer reads."""
+        return self._blocks
+
+    def _wrote(self, storage: PagedKV | CompressedLayer) -> None:
+        """Do what follows the writes to a layer, before any query reads it."""
         if isinstance(storage, CompressedLayer) and self._tiles is not None:
             storage.compress(self._tiles)
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
         storage = self._pages(layer)
-        self._kernels.norm_rope_write(None, k, v, norms, angles, storage.slots(self._blocks))
-        self._compress(storage)
+        slots = storage.slots(self._blocks_of(storage))
+        self._kernels.norm_rope_write(None, k, v, norms, angles, slots)
+        self._wrote(storage)
 
     def before(self, layer: int) -> tuple[Tensor, Tensor]:
         storage, blocks = self._storage[layer], self._blocks

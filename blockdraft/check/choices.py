@@ -10,9 +10,12 @@ from torch import Tensor
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.check.comparison import Comparison, Comparisons, Numbers
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import ngram_lookup, sampling
+from blockdraft.kernels import ngram_lookup, sampling, tree
 from blockdraft.kernels.candidates import reference_walk
+from blockdraft.kernels.heads import reference_copy_slots
 from blockdraft.kernels.sampling_tables import Real
+from blockdraft.kernels.tree_size import tree_size
+from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.pairs import PairDrafter
 
 NEAR = 1e-4  # difference of two scores below which rounding may decide between the tokens
@@ -36,6 +39,9 @@ def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
         kind = "random" if rule.is_random else "greedy"
         name = f"{'filtered ' * rule.is_filtered}{'penalised ' * rule.is_penalised}{kind}"
         yield Comparison(f"{name}, {vocab_size} tokens", got[row], expected[row])
+    places = sampling.places_of(numbers.whole(0, 1, 3, 3, 4, 6), 6, 2)
+    stream = numbers.kernels.choose(places.take(logits), starts, recent, table.sampling(), places)
+    yield Comparison("rows of different widths", stream, places.take(got))
     words = numbers.integers(2**31, len(RULES), 2, -(-vocab_size // 32)).int()
     allowed = sampling.Allowed(words, numbers.integers(3, len(RULES)).int())
     forms = logits.clone(), logits.clone()
@@ -59,6 +65,36 @@ def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
     inputs = (numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
     got = numbers.kernels.walk(*inputs)
     yield Comparison(f"{pairs.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
+
+
+def compare_trees(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Compare what trees hold, the chances that they grow by, and copies of keys and values."""
+    drafter, plan = engine.models.drafter, engine.plan
+    if not plan.tree or not isinstance(drafter, DFlashDrafter):
+        return
+    config, columns = drafter.model.config, plan.block - 1
+    table = rows_of_rules(config.vocab_size, numbers)
+    starts, anchor = table.length[table.active], numbers.integers(config.vocab_size, len(RULES), 1)
+    pairs = drafter.pairs(numbers.normal(len(RULES), columns, config.hidden_size))
+    given = pairs, starts, anchor, table.sampling()
+    logits = 3 * numbers.normal(len(RULES), columns, config.vocab_size)
+    choices = numbers.kernels.weigh(logits, *given)
+    wanted = tree.reference_weigh(logits.double(), *given).chances[:, 0, 0].exp()  # behind the anchor
+    yield Comparison("chances", choices.chances[:, 0, 0, : wanted.shape[-1]].exp(), wanted, num_steps=4)
+    choices = choices._replace(chances=(64 * choices.chances).round() / 64)  # their sums are exact
+    for num_nodes in plan.trees:
+        size = tree_size(num_nodes, plan.block)
+        kinds = numbers.kernels.grow, tree.reference_grow
+        grown, expected = (grow(choices, anchor, size) for grow in kinds)
+        for name in ("token_ids", "offsets", "paths"):
+            found = getattr(grown, name), getattr(expected, name)
+            yield Comparison(f"{num_nodes} tokens, {name}", *found)
+    keys, values = (numbers.normal(2, 40, 64) for _ in range(2))
+    sources, targets = numbers.whole(5, 0, 7, 9), numbers.whole(20, 0, 7, 21)
+    copied, wanted_keys = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+    numbers.kernels.copy_slots(*copied, sources, targets)
+    reference_copy_slots(*wanted_keys, sources, targets)
+    yield Comparison("copied slots", torch.cat(copied), torch.cat(wanted_keys).double())
 
 
 def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
@@ -104,8 +140,12 @@ def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
     sampled[1, :-1] = 1 - block[1, 1:]  # all drafts are wrong
     agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
     counts = [1 + [*row, False].index(False) for row in agrees]
-    got = numbers.kernels.count_accepted(sampled, block)
+    got = numbers.kernels.count_accepted(sampled, block, numbers.whole(*[width] * 8))
     yield Comparison(f"blocks of {width}", got, numbers.whole(*counts))
+    limits = [1 + row % width for row in range(8)]
+    got = numbers.kernels.count_accepted(sampled, block, numbers.whole(*limits))
+    limited = [min(pair) for pair in zip(counts, limits, strict=True)]
+    yield Comparison(f"blocks of up to {width}", got, numbers.whole(*limited))
     table = rows_of_rules(9, numbers)
     lengths, anchors = table.length.clone(), table.anchor.clone()
     output_counts = table.sampling().output_counts.long()

@@ -168,7 +168,7 @@ def checked_widths(engine: Engine) -> list[int]:
     """
     widths = widths_for(engine.plan.block)
     if engine.graphs is not None:
-        widths = sorted({width for _, width in engine.graphs.places})
+        widths = sorted({size.width for size in engine.graphs.places})
     return sorted({1, *(width for width in widths if width == NARROW), widths[-1]})
 
 

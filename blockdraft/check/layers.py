@@ -18,19 +18,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.cache.paged import CompressedLayer, PagedKV
-from blockdraft.cache.recurrent import RecurrentState
-from blockdraft.cache.rows import RowSampling
+from blockdraft.check.borrowed_rows import borrowed_rows
 from blockdraft.check.piece_sizes import Piece, pieces_for
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.engine import Engine
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -63,6 +62,7 @@ HEAD_TOKENS = 24  # more than one block
 
 
 Why = Literal["overflow", "coarse", "flat", "unsure"]
+A = TypeVar("A")  # angles, of one kind of rope or of all
 
 
 class LayerError(Exception):
@@ -100,7 +100,7 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Lay
     lengths = [sum(piece.kept_of(row) for piece in pieces) for row in range(num_rows)]
     check = _Check(engine, prompt(max(lengths)))
     check.run_oracle()
-    with _borrowed_rows(engine, lengths):
+    with borrowed_rows(engine, lengths):
         for piece in pieces:
             check.run_piece(piece)
         if check.drafter is not None:
@@ -178,18 +178,13 @@ class _Check:
     # ---- T and R
 
     def run_oracle(self) -> None:
-        exact_view, rough_view = (
-            WholeView(self._specs, count=len(self._ids), device=self.device) for _ in range(2)
-        )
-        angles = self.target.angles(exact_view.positions)
+        views = self._views()
+        angles = self.target.angles(views[0].positions)
         x = self.target.embed(self._ids)
         for index, layer in enumerate(self.oracle.layers):
             self._inputs.append(x)
-            with _exactly(), _scores(layer) as scores:
-                exact = self.oracle.through(index, x.to(self._wide), angles, exact_view)
-                rough = exact
-                if self._wide != self._dtype or self._is_int8:
-                    rough = self.oracle.through(index, self._rough_input(x), angles, rough_view)
+            with _scores(layer) as scores:
+                exact, rough = self._twice(functools.partial(self.oracle.through, index), x, angles, views)
             router, agrees = self._router(index, scores)
             part = self._part(f"layer {index}", exact, rough, stream=x, counts=agrees)
             self._layers.append((part, router))
@@ -211,6 +206,24 @@ class _Check:
     def _next_ids(self) -> Tensor:
         """The token after each of the prompt's; the last one has itself."""
         return torch.cat((self._ids[1:], self._ids[-1:]))
+
+    def _views(self) -> tuple[WholeView, ...]:
+        """Return empty views of the prompt for T and R."""
+        return tuple(WholeView(self._specs, count=len(self._ids), device=self.device) for _ in range(2))
+
+    def _twice(
+        self,
+        through: Callable[[Tensor, A, WholeView], Tensor],
+        x: Tensor,
+        angles: A,
+        views: Sequence[WholeView],
+    ) -> tuple[Tensor, Tensor]:
+        """Return T's and R's output for the input x. Those of float32 and float64 are the same."""
+        with _exactly():
+            exact = through(x.to(self._wide), angles, views[0])
+            if self._wide == self._dtype and not self._is_int8:
+                return exact, exact
+            return exact, through(self._rough_input(x), angles, views[1])
 
     def _rough_input(self, x: Tensor) -> Tensor:
         """Return R's input of a layer [N, E]; for int8 models it differs slightly from `x`."""
@@ -301,12 +314,10 @@ class _Check:
         index = torch.arange(len(x), device=self.device)
         where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(num_columns)]
         with _exactly():
-            exact_view = self._behind(oracle, lengths, self._wide)
-            rough_view = self._behind(oracle, lengths, self._dtype)
+            views = tuple(self._behind(oracle, lengths, dtype) for dtype in (self._wide, self._dtype))
         for number, (layer, same) in enumerate(zip(model.layers, oracle.model.layers, strict=True)):
-            with _exactly():
-                exact = same(x.to(self._wide), angles, exact_view, num_columns)
-                rough = same(self._rough_input(x), angles, rough_view, num_columns)
+            through = functools.partial(same, num_columns=num_columns)
+            exact, rough = self._twice(through, x, angles, views)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
             part.compare(layer(x.clone(), angles, view, num_columns), index, where * len(lengths))
             self.draft_parts.append(part)
@@ -333,18 +344,14 @@ class _Check:
     def run_mtp(self, drafter: MtpDrafter, lengths: list[int]) -> None:
         """Compare the head's first run of each row, after the `lengths` tokens that the pieces kept."""
         oracle, rows = with_kernels(drafter.model, self.oracle.kernels), self.engine.rows
-        exact_view, rough_view = (
-            WholeView(self._specs, count=len(self._ids), device=self.device) for _ in range(2)
-        )
-        angles, embedded = (
-            self.target.angles(exact_view.positions)[0],
-            self.target.embed(self._next_ids),
-        )
-        with _exactly(), _scores(oracle) as scores:
-            exact = oracle(embedded.to(self._wide), self._final.to(self._wide), angles, exact_view)
-            rough = exact
-            if self._wide != self._dtype or self._is_int8:
-                rough = oracle(embedded, self._rough_input(self._final), angles, rough_view)
+        views, embedded = self._views(), self.target.embed(self._next_ids)
+        angles = self.target.angles(views[0].positions)[0]
+
+        def through(hidden: Tensor, angles: Angles, view: WholeView) -> Tensor:
+            return oracle(embedded.to(hidden.dtype), hidden, angles, view)  # type: ignore[no-any-return]
+
+        with _scores(oracle) as scores:
+            exact, rough = self._twice(through, self._final, angles, views)
         router, agrees = self._router(self.target.config.num_layers, scores)
         part = self._part("the MTP head", exact, rough, counts=agrees)
         rows.activate(range(len(lengths)))
@@ -468,9 +475,6 @@ def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
             hook.remove()
 
 
-# ---- the engine's rows
-
-
 @contextlib.contextmanager
 def _exactly() -> Iterator[None]:
     """Compute float32 products in full precision, whatever the process has set."""
@@ -480,64 +484,3 @@ def _exactly() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
-    """Borrow rows with pages for `lengths` tokens and a block each, filled with NaN to reveal stale reads."""
-    allocator, rows, block = engine.scheduler.pages, engine.rows, engine.plan.block
-    sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
-    exact_pages = engine.scheduler.exact
-    pages = allocator.allocate(sum(sizes))
-    exact = [] if exact_pages is None else exact_pages.allocate(sum(sizes))
-    try:
-        _spoil(engine, pages, exact, len(lengths))
-        first = 0
-        for row, size in enumerate(sizes):
-            rows.place(row, [0], 0, RowSampling())
-            rows.set_pages([(row, 0, pages[first : first + size])])
-            if exact:
-                rows.set_exact_pages([(row, 0, exact[first : first + size])])
-            first += size
-        with _all_exact(engine):
-            yield
-    finally:
-        allocator.release(pages)
-        if exact_pages is not None:
-            exact_pages.release(exact)
-
-
-@contextlib.contextmanager
-def _all_exact(engine: Engine) -> Iterator[None]:
-    """Make compressed layers read exact keys, because the loss by compression is not a fault."""
-    layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
-    before = [layer.pages for layer in layers]
-    for layer in layers:
-        rule = replace(layer.pages.rule, window=1 + engine.plan.max_positions)
-        layer.pages = layer.pages._replace(rule=rule)
-    try:
-        yield
-    finally:
-        for layer, pages in zip(layers, before, strict=True):
-            layer.pages = pages
-
-
-def _spoil(engine: Engine, pages: list[int], exact: list[int], num_rows: int) -> None:
-    slots, exact_slots = _slots_of(engine, pages), _slots_of(engine, exact)
-    for storage in engine.cache.storage:
-        if isinstance(storage, PagedKV):
-            storage.keys[:, slots] = math.nan
-            storage.values[:, slots] = math.nan
-        elif isinstance(storage, CompressedLayer):
-            storage.pages.exact_keys[:, :, exact_slots] = math.nan
-            storage.pages.exact_values[:, :, exact_slots] = math.nan
-        else:
-            assert isinstance(storage, RecurrentState)
-            storage.state[:num_rows] = math.nan
-            storage.tail[:num_rows] = math.nan
-
-
-def _slots_of(engine: Engine, pages: list[int]) -> Tensor:
-    size = engine.plan.page_size
-    firsts = torch.tensor(pages, dtype=torch.int64) * size
-    return (firsts[:, None] + torch.arange(size)).flatten().to(engine.models.device)

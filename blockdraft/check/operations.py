@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from blockdraft.cache.paged import CompressedLayer, PagedKV
-from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
-from blockdraft.cache.spec import Recurrent
-from blockdraft.check.choices import compare_acceptance, compare_ngram_lookup, compare_sampling, compare_walk
+from blockdraft.check.choices import (
+    compare_acceptance,
+    compare_ngram_lookup,
+    compare_sampling,
+    compare_trees,
+    compare_walk,
+)
 from blockdraft.check.comparison import (
     Comparison,
     Comparisons,
@@ -32,12 +35,19 @@ from blockdraft.check.comparison import (
     run,
     wide,
 )
+from blockdraft.check.delta_rule import compare_delta
 from blockdraft.check.expert_tiles import TileRun, mixtures, tile_runs
+from blockdraft.check.matrix_products import (
+    MAX_OUTPUTS,
+    compare_gated,
+    compare_linear,
+    compare_packed,
+    matrix_of,
+)
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, pointwise
+from blockdraft.kernels import heads, moe, pointwise
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_conv_after, reference_conv_before
-from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_compressed import (
     Codes,
@@ -49,160 +59,16 @@ from blockdraft.kernels.kv_compressed import (
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.models.dflash import BlockConv, DFlash2, DFlashLayer
-from blockdraft.models.gated_delta import GatedAttention, GatedDelta
+from blockdraft.models.gated_delta import GatedAttention
 from blockdraft.models.gemma4 import GemmaAttention
-from blockdraft.models.kernel_module import KernelModule
-from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm
-from blockdraft.models.moe import ExpertLinear, Experts, SharedExpert
-from blockdraft.models.packed import Packed, Scaled, Stacked
-from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
+from blockdraft.models.moe import Experts, SharedExpert
 from blockdraft.models.rotary import Rotary
 
-MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
-EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # token counts; the CPU's matrix product has code for each
 CONTEXT = 300  # keys; more than one chunk of the attention kernels and of their reference
 LONG_PIECE = 80  # tokens of a sequence, for which the GPU's attention has its own code
-GATED_TILES = (17, 65, 129)  # token counts; a GPU has another kernel for each
 MAX_WINDOW = 8192  # windows up to this size are tested with a context longer than the window
 MAX_MIXED = 3  # tokens through the experts; few, because float64 computes experts one by one
-
-
-# ---- matrix products
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A weight by which activations are multiplied."""
-
-    weight: Tensor | Packed
-    bias: Tensor | None
-    kernels: Kernels  # of the weight's module
-
-    def multiply(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        if isinstance(self.weight, Packed):
-            return self.weight.matmul(x, self.bias, onto=onto, kernels=self.kernels)
-        return self.kernels.linear(x, self.weight, self.bias, onto)
-
-    def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Return the `chosen` outputs of the product in float64; round tokens to 8 bits as served."""
-        weight, bias = self.weight, self.bias
-        is_fast = self.kernels.available.is_fast and "packed products" not in self.kernels.off
-        if is_fast and isinstance(weight, Scaled) and weight.has_row_scales:
-            x = linear.rounded_to_fp8(x) if linear.rounds_tokens(x, weight.values) else x
-        if isinstance(weight, Int8Matrix):  # also rounds tokens, by an exact rule
-            product = self.kernels.references().int8_linear(x, weight.weight, bias, None).double()
-            return product if chosen is None else product[..., chosen]
-        if bias is not None:
-            bias = (bias if chosen is None else bias[chosen]).double()
-        return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)
-
-    def kind(self) -> tuple[object, bool]:
-        """Return the shape of a plain weight or the format of a packed one, and whether there is no bias."""
-        weight = self.weight
-        return _format(weight) if isinstance(weight, Packed) else tuple(weight.shape), self.bias is None
-
-    def size(self) -> int:
-        return math.prod(self.weight.shape)
-
-    def compare(
-        self, name: str, numbers: Numbers, counts: tuple[int, ...], *, has_stream: bool
-    ) -> Comparisons:
-        """Compare the product for each count of tokens, with `has_stream` also its sum with a stream."""
-        chosen = _sample(self.weight.shape[0], numbers.device)
-        for count in counts:
-            where = f"{name}{list(self.weight.shape)} x {count} tokens"
-            x = numbers.normal(count, self.weight.shape[1])
-            expected = self.reference(x, chosen)
-            yield Comparison(where, self.multiply(x)[:, chosen], expected)
-            if has_stream:
-                onto = numbers.normal(count, self.weight.shape[0])
-                sums = expected + onto[:, chosen].double()  # first, as the product may overwrite the stream
-                got = self.multiply(x, onto)[:, chosen]
-                yield Comparison(f"{where}, onto the stream", got, sums, num_steps=2)
-
-
-def _values(weight: Tensor | Packed, chosen: Tensor | None) -> Tensor:
-    """Return the `chosen` rows as floats; unpack the whole weight if its format cannot be indexed."""
-    if chosen is not None:
-        try:
-            return _values(weight[chosen], None)
-        except TypeError:
-            return _values(weight, None)[chosen]
-    return weight.dequantise(torch.float32) if isinstance(weight, Packed) else weight
-
-
-def _format(weight: Packed) -> str:
-    if isinstance(weight, Stacked):
-        return " and ".join(sorted({_format(part) for part in weight.members()}))
-    return type(weight).__name__
-
-
-def _sample(count: int, device: torch.device) -> Tensor:
-    """Return the indices of at most MAX_OUTPUTS of `count` rows, including the first and the last."""
-    return torch.linspace(0, count - 1, min(count, MAX_OUTPUTS), dtype=torch.float64).long().to(device)
-
-
-def _matrices(engine: Engine, kind: type) -> list[_Matrix]:
-    """Return every matrix by which activations are multiplied, if its weight is of the given type."""
-    found: list[_Matrix] = []
-    for part in parts_of(engine, KernelModule):
-        if isinstance(part, Linear):
-            found.append(_matrix(part))
-        elif isinstance(part, ExpertLinear):
-            found.append(_matrix(part, 0))
-        elif isinstance(part, Embedding):
-            is_tied = engine.models.config.ties_embeddings
-            found += [_Matrix(part.weight, None, part.kernels)] if is_tied else []
-        else:  # a router's
-            weights = (weight for weight in part.parameters(recurse=False) if weight.dim() == 2)
-            found += [_Matrix(weight, None, part.kernels) for weight in weights]
-    return [matrix for matrix in found if isinstance(matrix.weight, kind)]
-
-
-def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
-    if expert is None:
-        return _Matrix(part.weight, part.bias, part.kernels)
-    bias = None if part.bias is None else part.bias[expert]
-    return _Matrix(part.weight[expert], bias, part.kernels)
-
-
-def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
-    matrices = distinct(_matrices(engine, Tensor), _Matrix.kind)
-    tiled = min(matrices, key=_Matrix.size, default=None)  # one matrix is enough to test every tile
-    configs = (engine.models.config, engine.models.draft_config)
-    stream_sizes = {config.hidden_size for config in configs if config is not None}
-    for matrix in matrices:
-        counts = EVERY_TILE if matrix is tiled else (1, max(engine.plan.block, 5), *_many(numbers))
-        has_stream = matrix.weight.shape[0] in stream_sizes
-        yield from matrix.compare("", numbers, counts, has_stream=has_stream)
-
-
-def _compare_packed(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare the smallest matrix of each format."""
-    matrices = sorted(_matrices(engine, Packed), key=_Matrix.size)
-    for matrix in distinct(matrices, lambda matrix: matrix.kind()[0]):
-        counts = (5, *_many(numbers))
-        yield from matrix.compare(f"{matrix.kind()[0]} ", numbers, counts, has_stream=True)
-
-
-def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare one plain weight of each shape, and the smallest packed weight of each format."""
-    found = [(_matrix(part.gate_up), part) for part in parts_of(engine, GatedMLP)]
-    found.sort(key=lambda item: item[0].size())
-    tiles = GATED_TILES if numbers.device.type == "cuda" else ()
-    for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].gate)):
-        chosen, inner = _sample(part.gate_up.parts[0], numbers.device), part.gate_up.parts[0]
-        for count in dict.fromkeys((1, max(engine.plan.block, 5), *tiles)):
-            x = numbers.normal(count, matrix.weight.shape[1])
-            both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
-            where = f"{list(matrix.weight.shape)} x {count} tokens"
-            got = part.gate_up.gated(x, part.gate)[:, chosen]
-            yield Comparison(where, got, pointwise.reference_gate_mul(both, part.gate), num_steps=2)
-
-
-def _many(numbers: Numbers) -> tuple[int, ...]:
-    """Return larger token counts, for which a GPU has other kernels; none on a CPU."""
-    return (linear.MAX_FEW + 1, 130) if numbers.device.type == "cuda" else ()
 
 
 # ---- attention
@@ -348,9 +214,14 @@ def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
     for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
         num_pages = (max(starts) + max(counts)) // page_size + 1
         pages = numbers.order(3 * num_pages).view(3, num_pages)
-        where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
-        locate = numbers.kernels.locate
-        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, locate=locate, **where)
+        blocks = Blocks(
+            pages=pages,
+            counts=counts,
+            page_size=page_size,
+            locate=numbers.kernels.locate,
+            rows=numbers.whole(*order),
+            starts=numbers.whole(*starts),
+        )
         positions, slots, table = [], [], pages.tolist()
         for row, start, count in zip(order, starts, counts, strict=True):
             for position in range(start, start + count):
@@ -478,86 +349,6 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"{num_heads} heads of {dim}", got, expected, num_steps=2)
 
 
-# ---- the gated delta rule
-
-
-def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare a prompt and a partly kept block, computed with a state; then compare the norm after it."""
-    found = []
-    for part in parts_of(engine, GatedDelta):
-        storage = engine.cache.storage[part.layer]
-        assert isinstance(storage, RecurrentState)
-        found.append((storage.spec, part))
-    for spec, part in distinct(found, lambda item: item[0]):
-        name = f"{spec.num_key_heads}/{spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}"
-        weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
-        width = max(engine.plan.block, 2)
-        yield from _compare_states(spec, name, weights, numbers, width=width)
-        read = numbers.normal(5, spec.num_heads, spec.value_dim)
-        z = numbers.normal(5, spec.num_heads * (spec.value_dim + 1))[:, spec.num_heads :]  # of a projection
-        where = f"norm, {spec.num_heads} heads of {spec.value_dim}"
-        norm = (part.norm.weight, part.norm.eps)
-        gated_norm = numbers.kernels.gated_norm
-        yield run(where, gated_norm, _reference_gated_norm, read, z, *norm, num_steps=2)
-
-
-def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return pointwise.reference_rms_norm(read, weight, eps) * functional.silu(z.reshape(read.shape))
-
-
-def _compare_states(
-    spec: Recurrent, name: str, weights: gated_delta.DeltaWeights, numbers: Numbers, *, width: int
-) -> Comparisons:
-    """Compare rows 2 and 0 of three, with 5 and 3 prompt tokens; of a block, they keep all tokens and one.
-
-    Two layers with equal weights and different tokens are committed together.
-    """
-    known, kept, sizes = (5, 3), (width, 1), (spec.conv_channels, spec.num_heads, spec.num_heads)
-    dtype, device, kernels = numbers.dtype, numbers.device, numbers.kernels
-    states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=dtype, device=device, kernels=kernels)
-    states.state.fill_(math.nan)  # a new sequence must not read these
-    states.tail.fill_(math.nan)
-    row_ids, starts = numbers.whole(2, 0), numbers.whole(*known)
-    begin = Scan(row_ids, starts * 0, known, True, numbers.whole(0, known[0], sum(known)), max(known))
-    block = Scan(row_ids, starts, (width, width), False, numbers.whole(0, width, 2 * width), width)
-    inputs = [[numbers.normal(count + width, sum(sizes)) for count in known] for _ in range(2)]  # of each row
-    reads: list[list[Tensor]] = [[], []]  # of each layer: its rows' known tokens, then their block
-    for scan, piece in ((begin, 0), (block, 1)):
-        for layer, of_rows in enumerate(inputs):
-            parts = [row.tensor_split([count])[piece] for row, count in zip(of_rows, known, strict=True)]
-            x, beta, gate = torch.split(torch.cat(parts), list(sizes), dim=1)
-            found = states.scan(layer, x, beta, gate, weights, scan)
-            reads[layer] += torch.split(found, [len(part) for part in parts])
-    states.commit(row_ids, starts, numbers.whole(*kept))
-    for layer, of_rows in enumerate(inputs):
-        for index, row in enumerate((2, 0)):
-            length = known[index] + kept[index]
-            expected, state = _reference_row(spec, of_rows[index].double(), wide(weights), length)
-            yield Comparison(f"reads, {name}", torch.cat(reads[layer][index::2]), expected, num_steps=6)
-            # Compare in the stream's dtype, because the state's inputs have no more digits.
-            got = states.state[layer, row].to(numbers.dtype)
-            yield Comparison(f"state, {name}", got, state, num_steps=6)
-            last = of_rows[index][length - spec.conv_width + 1 : length, : spec.conv_channels]
-            yield Comparison(f"last inputs, {name}", states.tail[layer, row], last.double())
-
-
-def _reference_row(
-    spec: Recurrent, inputs: Tensor, weights: gated_delta.DeltaWeights, length: int
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs of all tokens, and the state after the first `length` tokens."""
-    x, beta, gate = torch.split(inputs[None], [spec.conv_channels, spec.num_heads, spec.num_heads], dim=2)
-    rate, decay = gated_delta.gates(beta, gate, weights)
-    tail = x.new_zeros(1, spec.conv_width - 1, spec.conv_channels)
-    mixed = gated_delta.reference_convolve(x, tail, weights.conv)
-    keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_heads, spec.value_dim)
-    q, k, v = torch.split(mixed, [math.prod(keys), math.prod(keys), math.prod(values)], dim=2)
-    q, k, v = (x.reshape(1, -1, *shape) for x, shape in ((q, keys), (k, keys), (v, values)))
-    state = x.new_zeros(1, spec.num_heads, spec.key_dim, spec.value_dim)
-    reads, tape = gated_delta.reference_scan(q, k, v, decay, rate, state)
-    gated_delta.reference_fold(state, tape, torch.tensor([length], device=x.device))
-    return reads[0], state[0]
-
-
 # ---- mixtures
 
 
@@ -617,22 +408,22 @@ def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) ->
 
 def _reference_mlp(part: Experts | SharedExpert, x: Tensor, expert: int | None = None) -> Tensor:
     activation = part.activation if isinstance(part, Experts) else moe.Activation(part.gate)
-    inner = activation.function(pointwise.reference_gate_mul)(_matrix(part.gate_up, expert).reference(x))
-    return _matrix(part.down, expert).reference(inner)
+    inner = activation.function(pointwise.reference_gate_mul)(matrix_of(part.gate_up, expert).reference(x))
+    return matrix_of(part.down, expert).reference(inner)
 
 
 OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
-    "linear": _compare_linear,
-    "packed product": _compare_packed,
+    "linear": compare_linear,
+    "packed product": compare_packed,
     "attention": _compare_attention,
     "compressed attention": _compare_compressed,
     "norm": _compare_norms,
     "rotation": _compare_rotations,
     "activation": _compare_activations,
-    "gated product": _compare_gated,
+    "gated product": compare_gated,
     "heads": _compare_heads,
     "heads' gates": _compare_head_gates,
-    "gated delta": _compare_delta,
+    "gated delta": compare_delta,
     "routing": _compare_routes,
     "experts": _compare_experts,
     "slots": _compare_places,
@@ -640,6 +431,7 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "acceptance": compare_acceptance,
     "block convolution": _compare_block_conv,
     "walk": compare_walk,
+    "trees": compare_trees,
     "lookup": compare_ngram_lookup,
 }
 

@@ -40,6 +40,7 @@ from blockdraft.models.layers import Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Packed, join_rows
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.packed_words import Words, for_kernel
 
 _SLICE_BYTES = 64 << 20  # float32 bytes that are drawn and quantised at a time; arbitrary
 _CONSTANTS = {
@@ -64,7 +65,10 @@ def fill(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a model that was built on the meta device; quantise its weights as `storage` says."""
+    """Fill a model that was built on the meta device; quantise its weights as `storage` says.
+
+    "both" is int4 beside its values.
+    """
     assert storage != "keep", "there is no file with a format to keep"
     paths = {id(module): path for path, module in model.named_modules()}
     slots = slots_of(model, {})
@@ -75,11 +79,16 @@ def fill(
         generator.manual_seed(_seed(f"{type(model).__name__}.{path}.{slot.attribute}"))
         draw = _Draw(generator, share if path.rpartition(".")[2] in _INTO_STREAM else 1.0)
         may_quantise = slot.may_be_quantised and slot.module is not model.head
-        quantiser = QUANTISERS.get(storage) if may_quantise else None
+        quantiser = QUANTISERS.get("int4" if storage == "both" else storage) if may_quantise else None
         if slot.uses_int8_matrix(storage, device):
             slot.put(Int8Matrix.of([draw.dense(slot)], slot.parameter.shape))
         elif quantiser is not None:
-            slot.put(draw.packed(slot, quantiser))
+            value = draw.packed(slot, quantiser)
+            if isinstance(slot.module, Linear):
+                value = for_kernel(value, slot.parameter.dtype, device)
+            if storage == "both" and isinstance(value, Words):
+                value = value.with_values(slot.parameter.dtype)
+            slot.put(value)
         else:
             slot.put(nn.Parameter(draw.dense(slot), requires_grad=False))
         progress(index + 1, len(slots))

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from blockdraft.checkpoints.checkpoint import TensorInfo, read_bytes
 from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.model_folder import DTYPES, GENERATION_FILE, ModelFolder, ids_in
-from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts, refusing
 from blockdraft.errors import ModelError
 
 _TOKENIZER = "tokenizer.json"
@@ -81,7 +81,7 @@ class FolderCheckpoint:
     def ggml_type(self, name: str) -> int | None:
         return None
 
-    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def read_packed(self, name: str) -> torch.Tensor:
         raise AssertionError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks")
 
     @property
@@ -121,12 +121,8 @@ class FolderCheckpoint:
             raise ModelError(
                 f"'{self.name}' has no tokenizer.json, which is needed to read and write text. Add the file."
             )
-        try:
+        with refusing(f"'{self.name}': tokenizer.json cannot be read", "Download it again."):
             return Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises nothing narrower
-            raise ModelError(
-                f"'{self.name}': tokenizer.json cannot be read ({error}). Download it again."
-            ) from error
 
     def _chat_template(self) -> str | None:
         if (self._folder.path / "chat_template.jinja").exists():

@@ -8,7 +8,6 @@ order. The experts of a layer are one tensor [experts, rows, columns] per projec
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from blockdraft.checkpoints.gguf_header import GgufHeader, StoredTensor
 from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
-from blockdraft.models.packed_gguf import unpack
+from blockdraft.models.packed_gguf import has_finite_scales, unpack
 
 _PLAIN_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
@@ -63,27 +62,26 @@ class GgufCheckpoint:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         rows, info = self._read_rows(name, begin, end), self._tensors[name]
-        values = unpack(rows, info.quantization) if info.is_quantised else rows.view(_value_dtype(info))
+        if not info.is_quantised:
+            return rows.view(_value_dtype(info)).view(len(rows), *info.shape[1:])
+        self._check_scales(name, rows)
+        values = unpack(rows, info.quantization)
         return values.view(len(rows), *info.shape[1:])
 
     def ggml_type(self, name: str) -> int | None:
         info = self._stored(name)
         return info.quantization if info.is_quantised else None
 
-    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def read_packed(self, name: str) -> torch.Tensor:
         info = self._stored(name)
-        rows = self._read_rows(name, begin, end)
+        rows = self._read_rows(name)
+        self._check_scales(name, rows)
         return rows.view(len(rows), *info.shape[1:-1], info.num_bytes // info.num_rows)
 
     @property
     def main_type(self) -> str:
         """Return the name of the ggml type in which most of the file's bytes are stored."""
-        from gguf import GGMLQuantizationType
-
-        sizes: Counter[int] = Counter()
-        for info in self._header.tensors.values():
-            sizes[info.quantization] += info.num_bytes
-        return str(GGMLQuantizationType(sizes.most_common(1)[0][0]).name)
+        return self._header.main_type
 
     def tokenizer_parts(self) -> TokenizerParts:
         return tokenizer_parts(self._header)
@@ -96,7 +94,14 @@ class GgufCheckpoint:
             raise ModelError(f"'{self.name}' has no tensor for '{name}': the file is not a complete model.")
         return self._tensors[name]
 
-    def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
+    def _check_scales(self, name: str, rows: torch.Tensor) -> None:
+        if not has_finite_scales(rows, self._tensors[name].quantization):
+            raise ModelError(
+                f"'{self.name}': a scale of '{name}' is infinite or undefined: the file is damaged. "
+                "Download it again or convert it again."
+            )
+
+    def _read_rows(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Read rows [begin, end) in Hugging Face's order, as uint8 [rows, bytes]."""
         info = self._stored(name)
         end = info.shape[0] if end is None else end

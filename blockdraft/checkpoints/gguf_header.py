@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -151,6 +152,16 @@ class GgufHeader:
         }
         remedy = "Convert the model again, or see docs/models.md."
         return Fields(found, owner=self.name, prefix=prefix, file="its metadata", remedy=remedy)
+
+    @property
+    def main_type(self) -> str:
+        """Return the name of the ggml type in which most of the file's bytes are stored."""
+        from gguf import GGMLQuantizationType
+
+        sizes: Counter[int] = Counter()
+        for info in self.tensors.values():
+            sizes[info.quantization] += info.num_bytes
+        return str(GGMLQuantizationType(sizes.most_common(1)[0][0]).name)
 
     def texts(self, key: str) -> list[str]:
         return [item for item in self._array(key) if isinstance(item, str)]

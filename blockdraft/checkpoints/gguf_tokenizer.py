@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from blockdraft.checkpoints.gguf_header import GgufHeader
-from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts, refusing
 from blockdraft.errors import ModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
@@ -43,16 +43,10 @@ def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
     bos_id = _token_id(file, "bos", num_tokens=len(tokens))
     end_ids = [_token_id(file, role, num_tokens=len(tokens)) for role in ("eos", "eot")]
     eos_id = end_ids[0]
-    try:
+    with refusing(f"'{file.name}': its tokenizer cannot be rebuilt", "Convert the model again."):
         tokenizer = _build(file, tokens)
         if bos_id is not None and _adds_bos(file):
             _prepend_bos(tokenizer, tokens[bos_id], bos_id)
-    except ModelError:
-        raise
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise ModelError(
-            f"'{file.name}': its tokenizer cannot be rebuilt ({error}). Convert the model again."
-        ) from error
     return TokenizerParts(
         tokenizer=tokenizer,
         chat_template=file.keys("tokenizer.").optional("chat_template", str),

@@ -48,8 +48,9 @@ from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.mtp import MtpHead
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
+from blockdraft.models.packed_groups import IntGroups, quantise_int4
 from blockdraft.models.packed_int8 import Int8Matrix
-from blockdraft.models.packed_words import for_kernel
+from blockdraft.models.packed_words import Words, for_kernel, why_no_words
 from blockdraft.settings.model_source import known_name
 
 _SLICE_BYTES = 4 << 20  # float32 bytes read and converted at a time; arbitrary, but small
@@ -57,7 +58,11 @@ _WORK_BYTES = 1 << 20  # as _SLICE_BYTES, for conversions that need several copi
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Loaded: TypeAlias = Decoder | DFlash | MtpHead
 Quantiser: TypeAlias = Callable[[Tensor], Packed]  # quantises row by row
-QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
+QUANTISERS: Mapping[str, Quantiser] = {
+    "fp8": quantise_fp8,
+    "int8": quantise_int8,
+    "int4": quantise_int4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +403,9 @@ class _Reader:
         return slots
 
     def fill(self, slot: Slot, factors: Tensor | None, *, may_quantise: bool) -> None:
-        is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)
+        is_packed = self.storage in ("keep", "both") and any(self._is_packed(piece) for piece in slot.pieces)
+        kinds = (Linear,) if self.storage == "both" else (Linear, ExpertLinear, Embedding)
+        is_packed &= isinstance(slot.module, kinds)
         is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
         quantiser = QUANTISERS.get(self.storage) if may_quantise else None
         value: nn.Parameter | Packed
@@ -408,9 +415,19 @@ class _Reader:
             value = self._packed(slot, quantiser).to(self.device)
             if isinstance(slot.module, Linear):
                 value = for_kernel(value, slot.parameter.dtype, self.device)
+            if self.storage == "both":
+                value = self._both_forms(slot, value)
         else:
             value = nn.Parameter(self._dense(slot), requires_grad=False)
         slot.put(value)
+
+    def _both_forms(self, slot: Slot, value: Packed) -> nn.Parameter | Packed:
+        """Return a weight that holds its values beside its words; the values alone if it has no words."""
+        if isinstance(value, Words):
+            return value.with_values(slot.parameter.dtype)
+        if isinstance(slot.module, Linear):
+            slot.module.why_unpacked = why_no_words(value, slot.parameter.dtype, self.device)
+        return nn.Parameter(self._dense(slot), requires_grad=False)
 
     def _is_packed(self, piece: TensorPiece) -> bool:
         return piece.scheme is not None or self.checkpoint.ggml_type(piece.tensor) is not None
@@ -470,7 +487,7 @@ class _Reader:
                 yield self._rows(piece, begin, end)
 
     def _piece(self, piece: TensorPiece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
-        if self.storage == "keep" and self._is_packed(piece):
+        if self.storage in ("keep", "both") and self._is_packed(piece):
             if piece.scheme is None or len(piece.shape) < 3:
                 return self._read_packed(piece)
             experts = (self._read_packed(piece, index) for index in range(piece.shape[0]))
@@ -515,10 +532,14 @@ def join_slices(
 ) -> Packed:
     """Join slices of rows, each quantised row by row, into one weight; hold only one slice at a time."""
     num_rows, columns = math.prod(shape[:-1]), shape[-1]
+    parts = iter(parts)
+    first = next(parts)
+    if isinstance(first, IntGroups):
+        return _join_groups([first, *parts], shape)
     values: Tensor | None = None
     scales: list[Tensor] = []
     begin = 0
-    for part in parts:
+    for part in itertools.chain([first], parts):
         assert isinstance(part, Scaled)
         if values is None:
             values = own_memory((num_rows, columns), part.values.dtype, device)
@@ -527,6 +548,17 @@ def join_slices(
         begin += part.shape[0]
     assert values is not None
     return Scaled(values.view(shape), torch.cat(scales).view(*shape[:-1], 1), block=(1, columns))
+
+
+def _join_groups(parts: Iterable[Packed], shape: tuple[int, ...]) -> Packed:
+    made = [part for part in parts if isinstance(part, IntGroups)]
+    buffers = {
+        "codes": torch.cat([part.codes for part in made]).view(*shape[:-1], -1),
+        "scale": torch.cat([part.scale for part in made]).view(*shape[:-1], -1),
+        "zero": None,
+        "group_index": None,
+    }
+    return IntGroups(shape, buffers, bits=made[0].bits, group_size=made[0].group_size)
 
 
 def _region(value: Tensor, piece: TensorPiece) -> Tensor:

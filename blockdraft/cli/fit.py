@@ -101,7 +101,7 @@ def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
 
 def lines(report: FitReport) -> Iterator[str]:
     question = report.question
-    made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
+    made = f"{report.quantization} weights, " if report.quantization in ("int8", "fp8", "int4") else ""
     facts = f"{report.title}, width {report.width}, {made}{report.dtype}"
     yield f"{question.drafter} for {question.target}: {facts}"
     yield f"prompts: {question.source}"

@@ -198,6 +198,10 @@ def _memory(report: Report) -> Iterator[str]:
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
     rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
     rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
+    if (asked := report.case.settings).prefix_disk != "off" and fit.plan is not None:
+        most, share = asked.prefix_disk_bytes, ", or a tenth of the free disk"
+        room = cache - states if most == "auto" else min(cache - states, most)
+        rows.append(("disk", _gb(room), f"at most{share if most == 'auto' else ''}: --prefix-disk"))
     yield from table(rows)
 
 
@@ -354,7 +358,8 @@ def _explained(report: Report) -> Iterator[str]:
         step = speed.step
         parts = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.parts)
         yield (
-            f"a step of {count} row{'s' if count > 1 else ''}, width {step.width}, context {step.context:,}: "
+            f"a step of {count * step.width} tokens ({count} row{'s' if count > 1 else ''}), "
+            f"context {step.context:,}: "
             f"{_gb(step.weight_bytes)} of weights, {_gb(step.cache_bytes)} of cache, {step.flops / 1e12:.2f} "
             f"TFLOP, {parts or f'{step.num_kernels:.0f} kernels'}: {step.seconds * 1e3:.2f} ms"
         )

@@ -184,6 +184,7 @@ def _run_engine(
 ) -> None:
     from blockdraft.phases import StartProgress
     from blockdraft.planner.replicas import settings_beside
+    from blockdraft.planner.resolver import asked_otherwise
     from blockdraft.start.driver_warmup import quick_imports, wake_card
     from blockdraft.start.preflight import pin_cpu_threads, use_cores
 
@@ -191,6 +192,9 @@ def _run_engine(
     if share.num_replicas > 1:
         use_cores(settings.device, share.number, share.num_replicas)
         report = functools.partial(_report_replica, report, share.number)
+    if settings.prefix_disk != "off":
+        own = os.path.join(settings.prefix_disk, str(share.number))
+        settings = asked_otherwise(settings, prefix_disk=own)
     settings = settings_beside(settings, share.num_on_card, neighbours.num_on_card, neighbours.max_model_len)
     startup = StartProgress(report)
     wake_card(settings.device)

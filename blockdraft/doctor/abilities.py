@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from blockdraft.kernels.packed_speeds import MEASURED, Code
 from blockdraft.machine.cards import Capability, has_bf16, has_fp4, has_fp8, has_tma
 
 ATTENTION = {9: "FlashAttention 3", 10: "FlashAttention 4"}  # by major capability; else 2
@@ -29,21 +30,19 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
         yield from _of_cpu(cpu_features)
         return
     fp8, fp4, tma = has_fp8(capability), has_fp4(capability), has_tma(capability)
-    unpacked = (
-        "unpacked to bf16 when loaded; --quantization keep unpacks at every product instead, without graphs"
-    )
     marlin = "weight only (Marlin)"
     cores = "FP4 tensor cores" if fp4 else f"{marlin}: memory is saved, not arithmetic"
-    experts = "experts stay in four bits and are widened in the kernel (gpt-oss); other weights as NVFP4"
+    others = _four_bits(capability, "mxfp4")
+    experts = f"experts stay in four bits and are widened in the kernel (gpt-oss); others: {others}"
     yield Ability("bf16", _state(has_bf16(capability)), "the default", "the default")
     ours = "weights in fp8, widened exactly" + (
         "; --allow-batch-variance: many tokens fp8 by fp8" if fp8 else ""
     )
     yield Ability("fp8", _state(fp8), ours, "fp8 by fp8" if fp8 else marlin)
-    yield Ability("NVFP4", _state(fp4), unpacked, cores)
+    yield Ability("NVFP4", _state(fp4), _four_bits(capability, "nvfp4"), cores)
     yield Ability("MXFP4", _state(fp4), experts, cores)
     yield Ability("int8", "native", "weights in int8, widened in the kernel", "int8 by int8")
-    yield Ability("int4 (GPTQ, AWQ)", "emulated", unpacked, marlin)
+    yield Ability("int4 (GPTQ, AWQ)", "emulated", _four_bits(capability, "int4"), marlin)
     hopper: State = "native" if tma else "no"  # both came with TMA
     attention = ATTENTION.get(capability[0], "FlashAttention 2")
     if not tma:
@@ -55,6 +54,18 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
     yield Ability("TMA", hopper, ours, f"{attention} and CUTLASS" if tma else attention)
     ours = "each kernel starts before the previous one has ended" if tma else "not used"
     yield Ability("programmatic dependent launch", hopper, ours, "some kernels" if tma else "not used")
+
+
+def _four_bits(capability: Capability, code: Code) -> str:
+    if (capability, code) in MEASURED:
+        return (
+            "dense layers are held packed and unpacked where memory allows, and each step takes the faster; "
+            "experts are unpacked when loaded"
+        )
+    return (
+        "unpacked to bf16 when loaded; --quantization keep unpacks dense layers at every product instead, "
+        "without graphs"
+    )
 
 
 def _state(is_native: bool) -> State:

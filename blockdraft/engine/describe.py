@@ -12,6 +12,7 @@ from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.prefix_disk import WRITE_S
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
@@ -54,6 +55,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         kv_bytes_per_token=kv_bytes_per_token(models, plan),
         kv_compression=kv_compression(models, plan),
         has_prefix_cache=plan.prefix_cache,
+        write_s=0.0 if engine.prefix_disk is None else WRITE_S,
         same_bits=plan.same_bits,
         same_bits_reason=plan.reasons.get("same_bits", ""),
         fingerprint=engine.fingerprint,
@@ -92,7 +94,7 @@ def _kv_dtype(format: str, plan: Plan) -> str:
 
 
 def _computed(plan: Plan, *, has_int8_kernels: bool) -> str:
-    if plan.quantization in ("none", "keep"):
+    if plan.quantization in ("none", "keep", "both"):
         return f"computed in {plan.dtype}"
     if plan.quantization == "int8" and has_int8_kernels:
         return "computed in int8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import time
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.allocation import make_cache, make_rows, make_scheduler
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.new_sequence import new_sequence
+from blockdraft.engine.prefix_disk import PrefixDisk, Restored
 from blockdraft.engine.request import (
     ANYONE,
     MAX_LOGPROBS,
@@ -26,26 +28,31 @@ from blockdraft.engine.request import (
     Turn,
     check_request,
 )
-from blockdraft.engine.scheduler import Batch, Outcome, always
+from blockdraft.engine.scheduler import Batch, Outcome
 from blockdraft.engine.seeds import mix
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.engine.structured_steps import StepInParts, TokenMasks, run_in_parts
+from blockdraft.engine.width_controller import always
 from blockdraft.errors import RequestError
 from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
+from blockdraft.kernels.tree_size import tree_size
 from blockdraft.planner.plan import Plan
 from blockdraft.step.captures import capturing
 from blockdraft.step.decode import decode_parts, run_all_parts
+from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
 from blockdraft.step.row_sizes import Place
+from blockdraft.step.step_sizes import EVEN, Filled, StepSize, fill, tight
+from blockdraft.step.tree import decode_tree
+from blockdraft.step.tree_graphs import TreeGraphs
 from blockdraft.step.verify import Logprobs, Verdict
-from blockdraft.text.detokenizer import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class Launched:
     begun_s: float
     is_usual: bool = True  # its time is representative of such steps
     is_in_parts: bool = False  # it reads masks that the next step in parts overwrites
+    size: StepSize | None = None  # of a decode step
     end: torch.cuda.Event | None = None  # the end of a prefill on a GPU
     outcome: Outcome | None = None
     reading: Reading | None = None
@@ -69,6 +77,7 @@ class Engine:
     """Continuous batching over one target and one drafter."""
 
     def __init__(self, models: LoadedPair, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
+        assert not plan.tree or (isinstance(models.drafter, DFlashDrafter) and models.drafter.grows_trees)
         assert models.rates is None or len(models.rates) >= plan.block - 1, "a rate for each draft"
         self.models = models
         self.plan = plan
@@ -87,8 +96,11 @@ class Engine:
         )
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
+        self.tree_graphs: TreeGraphs | None = None
         self.target_checksum: str | None = None  # of all weight bytes, if a check has read them
         self.fingerprint = Fingerprint(reason="the start has not taken it")
+        self.prefix_disk: PrefixDisk | None = None  # None: prefixes end with this process
+        self.restored = Restored()  # from the prefix disk
         self.on_end: Callable[[Sequence], None] = ignore  # called with every choice that has ended
         self._pending: tuple[Batch, Launched] | None = None
         self._is_broken = False  # a change of rows and pages was interrupted
@@ -107,6 +119,19 @@ class Engine:
     def _check_prefixes(self) -> None:
         lacks_states = self.models.config.is_hybrid and self.scheduler.states is None
         assert not (self.plan.prefix_cache and lacks_states), "a prefix without its state would go on wrongly"
+
+    def open_prefix_disk(self, disk: PrefixDisk) -> None:
+        """Read the folder's prefixes, and write this engine's to it at the end. Raise PrefixesRefused."""
+        self.prefix_disk = disk
+        self.restored = disk.read(self.cache, self.scheduler)
+
+    def keep_prefixes(self) -> str:
+        """Write the prefixes for the next start, when all requests have ended; return a line for the log."""
+        assert self.prefix_disk is not None
+        assert not self.scheduler.has_work, "rows hold pages"
+        self._repair()
+        self.wait()
+        return self.prefix_disk.write(self.cache, self.scheduler)
 
     # ---- requests
 
@@ -144,7 +169,8 @@ class Engine:
         sequences: list[Sequence] = []
         for index in range(sampling.n):
             leader = sequences[0] if sequences else None
-            one = self._sequence(request, index, seed if index == 0 else mix(seed, index), leader)
+            its_seed = seed if index == 0 else mix(seed, index)
+            one = new_sequence(request, index, its_seed, leader, models=self.models, plan=self.plan)
             one.guide = guide if guide is None or index == 0 else guide.copy()
             sequences.append(one)
         self.scheduler.add(sequences)
@@ -200,44 +226,6 @@ class Engine:
                 counted = " with the end-of-sequence tokens" if name == "stop_token_ids" else ""
                 raise RequestError(f"{name} has {count} entries{counted}; at most {MAX_LISTED}.")
 
-    def _sequence(self, request: Request, index: int, seed: int, leader: Sequence | None) -> Sequence:
-        params, plan, tokenizer = request.sampling, self.plan, self.models.tokenizer
-        num_prompt = len(request.prompt_ids)
-        end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end_ids |= frozenset(i for i in tokenizer.eos_ids if i < self.models.config.vocab_size)
-        max_tokens = plan.max_model_len if params.max_tokens is None else params.max_tokens
-        return Sequence(
-            request=request,
-            index=index,
-            width=plan.width if params.width is None else params.width,
-            sampling=RowSampling(
-                temperature=params.temperature,
-                top_k=max(params.top_k, 0),
-                top_p=params.top_p,
-                min_p=params.min_p,
-                repetition=params.repetition_penalty,
-                presence=params.presence_penalty,
-                frequency=params.frequency_penalty,
-                seed=seed,
-                output_start=num_prompt,
-                min_end=num_prompt + params.min_tokens,
-                stop_ids=tuple(sorted(end_ids)),
-                bias=tuple(params.logit_bias.items()),
-            ),
-            end_ids=end_ids,
-            max_length=min(num_prompt + max_tokens, plan.max_model_len),
-            stream=TextStream(
-                tokenizer,
-                request.prompt_ids,
-                stops=params.stops,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            ),
-            leader=leader,
-            may_change_width=params.width is None,
-        )
-
     # ---- steps
 
     def step(self) -> list[Delta]:
@@ -289,76 +277,119 @@ class Engine:
             launched, self._pending = self._pending, launched
         return deltas if launched is None else deltas + self._collect(*launched)
 
-    def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
+    def capture(
+        self,
+        sizes: Items[int],
+        widths: Items[int],
+        now: Items[Place] | None = None,
+        *,
+        uneven: Items[StepSize] = (),
+    ) -> None:
         """Capture the decode step for these numbers of rows and widths; other steps run kernel by kernel.
 
         `now`: the pairs to capture at once; the others are captured when first used, or by `prepare`.
+        `uneven`: sizes of steps whose rows have widths of their own.
         """
         self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
-        self.graphs.capture(sizes, widths, now)
+        self.graphs.capture(sizes, widths, now, uneven=uneven)
         self.scheduler.is_ready = self.graphs.is_cheap
         if self.cache.reads_offsets and self.models.device.type == "cuda":
             most = min(self.plan.max_prefill_tokens, self.plan.max_model_len)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
+        if self.plan.tree and self.models.device.type == "cuda":
+            # A graph cannot hold the references.
+            has_kernels = self.models.target.kernels.available.has_triton("trees")
+            places = itertools.product(self.plan.tree_rows, self.plan.trees if has_kernels else ())
+            self.tree_graphs = TreeGraphs(self.decode_tree, self.rows, self.graphs, list(places))
+            self.scheduler.is_tree_ready = self.tree_graphs.is_cheap
 
     def drop_graphs(self) -> None:
         """Free the graphs, which hold the engine and its cache."""
-        self.graphs = self.prefill_graphs = None
-        self.scheduler.is_ready = always
+        self.graphs = self.prefill_graphs = self.tree_graphs = None
+        self.scheduler.is_ready = self.scheduler.is_tree_ready = always
 
     def prepare(self) -> bool:
         """Capture one graph that later steps may use. Return False if none is left. The engine is idle."""
         if self.graphs is not None and self.graphs.capture_next(
-            (num_rows, width)
-            for num_rows, width in self.graphs.places
-            if self.scheduler.is_likely(num_rows, width)
+            place for place in self.graphs.places if self.scheduler.is_likely(place)
         ):
+            return True
+        if self.tree_graphs is not None and self.tree_graphs.capture_next():
             return True
         return self.prefill_graphs is not None and self.prefill_graphs.capture_next()
 
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
             return self._launch_prefill(batch)
-        num_logprobs = _num_top(s.request.sampling.logprobs for s in batch.sequences)
-        place = len(batch.sequences), batch.width
-        if any(s.guide is not None and s.guide.is_binding for s in batch.sequences):
+        if batch.tree:
+            return self._launch_tree(batch)
+        special = [
+            one
+            for one in batch.sequences
+            if one.guide is not None or one.request.sampling.logprobs is not None
+        ]
+        num_logprobs = _num_top(one.request.sampling.logprobs for one in special)
+        wanted = tight(batch.counts)
+        if any(s.guide is not None and s.guide.is_binding for s in special):
             return self._launch_in_parts(batch, num_logprobs)
         if self.graphs is not None and num_logprobs is None:
-            is_usual = self.graphs.has(*place)
-            graph = self.graphs.find(*place)
+            is_usual = self.graphs.has(*wanted)
+            graph = self.graphs.find(*wanted)
             if graph is not None:
                 self._is_disturbed = not is_usual
-                self._place(batch, graph.num_rows)
+                self._place_decode(batch, graph.size)
                 begun_s = self.clock()
-                return Launched(begun_s, is_usual, reading=Reading(graph.replay()))
-        # Run as many rows as a graph would: the arithmetic may depend on the number of rows.
-        self._place(batch, None if self.graphs is None else self.graphs.size(*place))
+                return Launched(begun_s, is_usual, size=graph.size, reading=Reading(graph.replay()))
+        # Run what a graph would: the arithmetic may depend on the number of rows.
+        size = (None if self.graphs is None else self.graphs.size(*wanted)) or wanted
+        self._place_decode(batch, size)
         begun_s = self.clock()
-        verdict = self.decode(batch.width, num_logprobs)
-        return Launched(
-            begun_s, num_logprobs is None, reading=Reading(pack(verdict)), logprobs=verdict.logprobs
-        )
+        verdict = self.decode(size.width, size.tokens, num_logprobs)
+        reading, logprobs = Reading(pack(verdict)), verdict.logprobs
+        return Launched(begun_s, num_logprobs is None, size=size, reading=reading, logprobs=logprobs)
+
+    def _launch_tree(self, batch: Batch) -> Launched:
+        """Launch a decode step with trees of drafts."""
+        num_rows = len(batch.sequences)
+        is_usual = self.tree_graphs is not None and self.tree_graphs.has(num_rows, batch.tree)
+        graph = None if self.tree_graphs is None else self.tree_graphs.find(num_rows, batch.tree)
+        self._is_disturbed = graph is not None and not is_usual
+        self._place(batch)
+        begun_s = self.clock()
+        packed = pack(self.decode_tree(batch.tree)) if graph is None else graph.replay()
+        return Launched(begun_s, is_usual or self.tree_graphs is None, reading=Reading(packed))
 
     def _launch_in_parts(self, batch: Batch, num_logprobs: int | None) -> Launched:
         """Launch a decode step with structured outputs. Its time is not representative of other steps."""
-        place, parts = (len(batch.sequences), batch.width), None
+        wanted, parts = tight(batch.counts), None
         if self.graphs is not None and num_logprobs is None:
-            parts = self.graphs.find_parts(*place, self._in_parts)
+            parts = self.graphs.find_parts(wanted, self._in_parts)
         if parts is not None:
-            self._place(batch, parts.num_rows)
-            packed = run_in_parts(parts, _guides(batch), self.masks)
-            return Launched(self.clock(), is_usual=False, is_in_parts=True, reading=Reading(packed))
-        num_rows = (None if self.graphs is None else self.graphs.size(*place)) or len(batch.sequences)
-        self._place(batch, num_rows)
-        eager = self._in_parts(num_rows, batch.width, num_logprobs)
-        packed = run_in_parts(eager, _guides(batch), self.masks)
+            self._place_decode(batch, parts.size)
+            packed = run_in_parts(parts, _guides(batch), batch.counts, self.masks)
+            return Launched(
+                self.clock(), is_usual=False, is_in_parts=True, size=parts.size, reading=Reading(packed)
+            )
+        size = (None if self.graphs is None else self.graphs.size(*wanted)) or wanted
+        self._place_decode(batch, size)
+        eager = self._in_parts(size, num_logprobs)
+        packed = run_in_parts(eager, _guides(batch), batch.counts, self.masks)
         logprobs = eager.verdict.logprobs
-        reading = Reading(packed)
-        return Launched(self.clock(), is_usual=False, is_in_parts=True, reading=reading, logprobs=logprobs)
+        return Launched(
+            self.clock(),
+            is_usual=False,
+            is_in_parts=True,
+            size=size,
+            reading=Reading(packed),
+            logprobs=logprobs,
+        )
 
-    def _in_parts(self, num_rows: int, width: int, num_logprobs: int | None = None) -> StepInParts:
-        allowed = self.masks.allowed(num_rows, width)
-        return StepInParts(lambda: self._parts(width, allowed=allowed, num_logprobs=num_logprobs), num_rows)
+    def _in_parts(self, size: StepSize, num_logprobs: int | None = None) -> StepInParts:
+        allowed = self.masks.allowed(size.rows, size.width)
+        begin = functools.partial(
+            self._parts, size.width, size.tokens, allowed=allowed, num_logprobs=num_logprobs
+        )
+        return StepInParts(begin, size)
 
     def _mark(self) -> torch.cuda.Event | None:
         """Record and return an event on the device's stream. Return None on a CPU, which is synchronous."""
@@ -373,13 +404,26 @@ class Engine:
         if self.models.device.type == "cuda":
             torch.cuda.synchronize(self.models.device)
 
-    def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
-        """Run one decode step of the active rows."""
-        return run_all_parts(self._parts(width, num_logprobs=num_logprobs, rates=self._rates))
+    def decode(self, width: int, num_tokens: int | None = None, num_logprobs: int | None = None) -> Verdict:
+        """Run one decode step of the active rows; see decode_parts."""
+        return run_all_parts(self._parts(width, num_tokens, num_logprobs=num_logprobs, rates=self._rates))
+
+    def decode_tree(self, num_nodes: int) -> Verdict:
+        """Run one decode step of the active rows with trees of drafts; see decode_tree."""
+        drafter = self.models.drafter
+        assert isinstance(drafter, DFlashDrafter)
+        return decode_tree(
+            target=self.models.target,
+            drafter=drafter,
+            cache=self.cache,
+            rows=self.rows,
+            size=tree_size(num_nodes, self.plan.block),
+        )
 
     def _parts(
         self,
         width: int,
+        num_tokens: int | None = None,
         *,
         allowed: Allowed | None = None,
         num_logprobs: int | None = None,
@@ -391,17 +435,27 @@ class Engine:
             cache=self.cache,
             rows=self.rows,
             width=width,
+            num_tokens=num_tokens,
             allowed=allowed,
             num_logprobs=num_logprobs,
             rates=rates,
         )
 
-    def _place(self, batch: Batch, num_rows: int | None = None) -> None:
+    def _place_decode(self, batch: Batch, size: StepSize) -> None:
+        """Do `_place` for a decode step, whose rows fill `size`."""
+        self._place(batch, size.rows, fill(batch.counts, size))
+
+    def _place(self, batch: Batch, num_rows: int | None = None, filled: Filled = EVEN) -> None:
         """Write new sequences and pages to the rows, and activate the batch's rows, padded to `num_rows`."""
         entries: list[tuple[int, int, list[int]]] = []
         exact: list[tuple[int, int, list[int]]] = []
         new = []
-        for sequence, start in zip(batch.sequences, batch.starts, strict=True):
+        changed = [
+            (one, start)
+            for one, start in zip(batch.sequences, batch.starts, strict=True)
+            if one.num_placed_pages != len(one.pages) or one.num_placed_exact != len(one.exact_pages)
+        ]
+        for sequence, start in changed:
             assert sequence.row is not None
             if sequence.num_placed_pages is None:
                 new.append((sequence.row, sequence.token_ids, start, sequence.sampling))
@@ -419,7 +473,8 @@ class Engine:
         self._place_states(batch)
         if exact:
             self.rows.set_exact_pages(exact)
-        self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
+        row_ids = [s.row for s in batch.sequences if s.row is not None]
+        self.rows.activate(row_ids, num_rows, widths=filled.widths, limits=filled.limits)
 
     def _place_states(self, batch: Batch) -> None:
         """Copy saved states to rows that continue from them, and write where rows save theirs."""
@@ -491,11 +546,15 @@ class Engine:
         """Read a step's result and apply it. Nothing else in a step waits for the device."""
         outcome = self._outcome(batch, launched)
         seconds = self._seconds(launched)
-        seen = [sequence.row is not None for sequence in batch.sequences]
-        deltas = self.scheduler.commit(batch, outcome, seconds)
-        sequences = list(itertools.compress(batch.sequences, seen))
-        committed = list(itertools.compress(outcome.token_ids, seen))
-        self.stats.count(batch, sequences, committed, deltas, self.scheduler.num_plain(batch))
+        sequences, widths, committed = batch.sequences, batch.counts, outcome.token_ids
+        seen = [sequence.row is not None for sequence in sequences]
+        if not all(seen):
+            sequences = tuple(itertools.compress(sequences, seen))
+            widths = tuple(itertools.compress(widths, seen))
+            committed = tuple(itertools.compress(committed, seen))
+        deltas = self.scheduler.commit(batch, outcome, seconds, launched.size)
+        num_plain = self.scheduler.num_plain(batch, launched.size)
+        self.stats.count(batch, sequences, widths, committed, deltas, num_plain)
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 self.on_end(sequence)
@@ -518,6 +577,8 @@ class Engine:
             return launched.outcome
         assert launched.reading is not None
         token_ids = tuple(launched.reading.token_ids()[: len(batch.sequences)])  # the others were scratch
+        if batch.tree:
+            return Outcome(token_ids, chains=tuple(launched.reading.chains()[: len(batch.sequences)]))
         if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []
@@ -547,8 +608,11 @@ class Engine:
             num_states=0 if scheduler.states is None else scheduler.states.num_slots,
             num_states_saved=0 if scheduler.states is None else scheduler.states.num_saved,
             num_states_evicted=0 if scheduler.states is None else scheduler.states.num_evicted,
+            num_pages_restored=self.restored.num_pages,
+            num_pages_damaged=self.restored.num_refused,
             chosen_rows=chosen.num_rows,
             chosen_width=chosen.width,
+            chosen_tokens=chosen.num_tokens,
         )
 
     def check(self) -> None:

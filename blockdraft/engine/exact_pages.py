@@ -96,6 +96,10 @@ class ExactPages:
             self._pages[node] = page
             self._nodes[page] = node
 
+    def page_of(self, node: int) -> int | None:
+        """Return the page that was kept for this node."""
+        return self._pages.get(node)
+
     def forget(self, node: int) -> None:
         """Stop offering the page of this node."""
         page = self._pages.pop(node, None)

@@ -57,6 +57,7 @@ class EngineInfo:
     kv_bytes_per_token: int  # of both models
     kv_compression: float  # how many times fewer than in the dtype; 1: nothing is compressed
     has_prefix_cache: bool
+    write_s: float  # the longest time that its end takes to write prefixes
     same_bits: bool  # a token's bits depend neither on the rest of the batch nor on how prompts are chunked
     same_bits_reason: str
     fingerprint: Fingerprint

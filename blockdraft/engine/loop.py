@@ -166,6 +166,9 @@ class EngineLoop:
         while self._drain_commands():
             self._step()
         self._end_all(EngineStopped("the engine is closed."))
+        if self.error is None and self._engine.prefix_disk is not None:
+            kept = _attempt(self._engine.keep_prefixes)
+            log.log(logging.ERROR if isinstance(kept, Exception) else logging.INFO, "%s", kept)
 
     def _start(self) -> None:
         self._engine = self._make_engine(self.startup)
@@ -316,7 +319,11 @@ class EngineLoop:
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:
-    """Return the action's result, or its exception, which the caller reports. Only this catches them all."""
+    """Return the action's result, or its exception, which the caller reports or sends to whoever waits.
+
+    The engine's work runs PyTorch, Triton, drivers and our own bugs, which raise anything. A thread that
+    ended here would leave every stream waiting for ever.
+    """
     try:
         return action()
     except Exception as error:  # noqa: BLE001

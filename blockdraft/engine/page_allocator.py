@@ -158,6 +158,10 @@ class PageAllocator:
         node = self._nodes.get(page)
         return None if node is None else node.id
 
+    def latest(self) -> list[tuple[int, Node]]:
+        """Return the remembered pages that nobody holds, the latest used first: parents before children."""
+        return [(page, self._nodes[page]) for page in reversed(self._remembered)]
+
     def _forget(self, page: int) -> None:
         node = self._nodes.pop(page)
         self.on_forget(node.id)

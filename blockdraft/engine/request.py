@@ -295,4 +295,11 @@ class Delta:
     ends_request: bool = False  # no choice of its request is left; EngineLoop sets it
 
 
-delta_values = attrgetter(*Delta.__slots__)
+_DELTA_VALUES = attrgetter(*Delta.__slots__)
+
+
+def delta_values(delta: Delta) -> tuple[object, ...]:
+    """Return the arguments of an equal `Delta`, which pickle without Python code; few of the usual ones."""
+    if delta.finish_reason is not None or delta.logprobs or delta.prompt_logprobs is not None:
+        return _DELTA_VALUES(delta)
+    return delta.request_id, delta.index, delta.text, delta.token_ids

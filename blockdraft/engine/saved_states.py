@@ -122,6 +122,10 @@ class SavedStates:
             self._touch(state)
         return state
 
+    def state_of(self, node: int) -> SavedState | None:
+        """Return the state of this prefix, if it was saved."""
+        return self._saved.get(node)
+
     def release(self, state: SavedState) -> None:
         state.num_holders -= 1
         assert state.num_holders >= 0, f"the state in slot {state.slot} released twice"

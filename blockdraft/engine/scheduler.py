@@ -1,8 +1,8 @@
 """Scheduler: gives sequences rows and pages, chooses each step's batch, and applies its outcome.
 
-A step is all prefill or all decode. While both have work they alternate; `chunks.py` chooses how often. Rows
-that verify the same width decode together. When pages run out, one sequence loses its row, and is later
-prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
+A step is all prefill or all decode. While both have work they alternate; `chunks.py` chooses how often. All
+rows decode together, each with a width of its own. When pages run out, one sequence loses its row, and is
+later prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from blockdraft.engine.queue_wait import QueueWait, retry_after_s
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
+from blockdraft.engine.tree_choice import TreeChoice
 from blockdraft.engine.waiting import WaitingQueue, last_to_run
-from blockdraft.engine.width_controller import ChosenStep, WidthController
+from blockdraft.engine.width_controller import ChosenStep, WidthController, always
 from blockdraft.errors import CapacityError, RequestError
+from blockdraft.kernels.tree_size import MAX_ROWS
 from blockdraft.planner.plan import Plan
+from blockdraft.step.step_sizes import Means, StepSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class Batch:
     kind: Literal["prefill", "decode"]
     sequences: tuple[Sequence, ...]
     starts: tuple[int, ...]  # each row's length before the step, as the host knows it
-    counts: tuple[int, ...]  # prefill: prompt tokens of each row; decode: `width` each
-    width: int  # decode: block width; 1 is plain decoding
+    counts: tuple[int, ...]  # prefill: prompt tokens of each row; decode: its width; 1 is plain decoding
+    tree: int = 0  # the tokens of each row's tree of drafts; 0: drafts are chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,7 @@ class Outcome:
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
-
-
-def always(num_rows: int, width: int) -> bool:
-    """Return True: without graphs, no step has to be captured before it runs."""
-    return True
+    chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: see Verdict
 
 
 class Scheduler:
@@ -60,7 +59,10 @@ class Scheduler:
         clock: Callable[[], float],
         exact: ExactPages | None = None,
         states: SavedStates | None = None,
+        *,
+        means: Means | None = None,
     ) -> None:
+        """`means`: rows may get widths of their own (WidthController)."""
         self.pages = pages
         self.exact = exact  # None: no layer compresses
         self.states = states  # None: no layer has a state, or none is saved
@@ -73,15 +75,19 @@ class Scheduler:
         self._wait = QueueWait()
         self._free_rows = list(reversed(range(plan.max_num_seqs)))
         self._at_begin: tuple[Sequence, ...] = ()
-        self._last_width = 0
-        self.is_ready: Callable[[int, int], bool] = always  # (rows, width): such a step can run at once
+        self.is_ready: Callable[..., bool] = always  # (rows, width, tokens): such a step can run at once
+        self.is_tree_ready: Callable[[int, int], bool] = always  # (rows, tokens of a tree), likewise
+        self.means = means
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
         """Use `plan` from now on. It must have the same rows and pages as the previous plan."""
         self._plan = plan
         self.chunks = Chunks(plan.max_prefill_tokens)
-        self._width_controller = WidthController.of(plan) if plan.step_costs else None
+        self._width_controller = WidthController.of(plan, self.means) if plan.step_costs else None
+        self._tree_choice = None
+        if self._width_controller is not None and plan.tree:
+            self._tree_choice = TreeChoice(self._width_controller, plan.trees, plan.block)
 
     # ---- requests in and out
 
@@ -177,10 +183,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Return the next step, with its rows and pages allocated, or None if no sequence can run."""
         self._admit()
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        prefilling = []
-        if len(decoding) < len(self.running):
-            prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        prefilling = [one for one in self.running if one.length < len(one.token_ids) - 1]
+        decoding = [one for one in self.running if one.is_decoding] if prefilling else [*self.running]
         if prefilling and (self.chunks.is_due or not decoding):
             return self._prefill(prefilling, is_decoding=bool(decoding))
         if decoding:
@@ -347,64 +351,72 @@ class Scheduler:
             sequence.length += count
             self._hold_exact(sequence, sequence.length)
             self._reserve_states(sequence, sequence.length - count, sequence.length, is_prompt=True)
-        return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
+        counts = tuple(count for _, count in chosen)
+        return Batch("prefill", tuple(sequence for sequence, _ in chosen), tuple(starts), counts)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
-        """Schedule all rows that have one width. Steps of different widths alternate."""
-        widths = self._widths(sequences)
-        different = sorted(set(widths))
-        width = next((w for w in different if w > self._last_width), different[0])
-        self._last_width = width
-        chosen = [sequence for sequence, its in zip(sequences, widths, strict=True) if its == width]
-        if self._grow(chosen):
-            chosen = [sequence for sequence in chosen if sequence.row is not None]
-        if not chosen:
-            return None
+        """Schedule one block of every row."""
+        chosen, widths = sequences, self._widths(sequences)
+        if (tree := self._tree(sequences)) > 0:
+            widths = [self._plan.block] * len(sequences)
+        if self._grow(sequences):
+            left = [(one, width) for one, width in zip(sequences, widths, strict=True) if one.row is not None]
+            if not left:
+                return None
+            chosen, widths = (list(each) for each in zip(*left, strict=True))
         for sequence in chosen if self._has_more_than_pages else ():
             end = sequence.length + sequence.num_in_flight + self._plan.block
             self._hold_exact(sequence, end)
             self._reserve_states(sequence, sequence.length, end, is_prompt=False)
-        starts = [sequence.length for sequence in chosen]
-        return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
+        for sequence, width in zip(chosen, widths, strict=True):
+            sequence.num_in_flight += width
+        starts = tuple([sequence.length for sequence in chosen])
+        return Batch("decode", tuple(chosen), starts, tuple(widths), tree)
+
+    def _tree(self, sequences: list[Sequence]) -> int:
+        """Return the tokens of each row's tree of drafts, or 0 for chains (of the widths just chosen)."""
+        most = self._plan.tree
+        if not most:
+            return 0
+        is_able = len(sequences) <= MAX_ROWS and all(one.may_have_tree for one in sequences)
+        if self._tree_choice is None:
+            return most if is_able and self.is_tree_ready(len(sequences), most) else 0
+        if not is_able:
+            self._tree_choice.last = None
+            return 0
+        return self._tree_choice.next_tree([one.tally.record for one in sequences], self.is_tree_ready)
 
     def _widths(self, sequences: list[Sequence]) -> list[int]:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
-        width = self._width_controller.next_width(records, self.is_ready)
-        return [width if sequence.may_change_width else sequence.width for sequence in sequences]
+        widths = iter(self._width_controller.next_widths(records, self.is_ready))
+        return [next(widths) if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
     def chosen_step(self) -> ChosenStep:
         """Return the last step whose width was chosen."""
+        if self._tree_choice is not None and self._tree_choice.last is not None:
+            return self._tree_choice.last
         return ChosenStep() if self._width_controller is None else self._width_controller.last
 
-    def num_plain(self, batch: Batch) -> float | None:
+    def num_plain(self, batch: Batch, size: StepSize | None) -> float | None:
         """Return how many plain steps of as many rows take as long as this step, or None if unknown."""
-        controller = self._width_controller
-        return None if controller is None else controller.costs.num_plain(len(batch.sequences), batch.width)
+        controller, count = self._width_controller, len(batch.sequences)
+        if batch.tree:
+            return None if self._tree_choice is None else self._tree_choice.num_plain(count, batch.tree)
+        if controller is None or size is None:
+            return None
+        return controller.costs.num_plain(count, controller.mean_of(size))
 
-    def is_likely(self, num_rows: int, width: int) -> bool:
-        """Say if a step of `num_rows` rows is likely to have this width."""
+    def is_likely(self, size: StepSize) -> bool:
+        """Say if a step of as many rows is likely to have this size."""
         planned = (
             self._plan.width
             if self._width_controller is None
-            else self._width_controller.likely_width(num_rows)
+            else self._width_controller.likely_width(size.rows)
         )
-        return width in (1, planned)
-
-    def _batch(
-        self,
-        kind: Literal["prefill", "decode"],
-        sequences: list[Sequence],
-        starts: list[int],
-        counts: list[int],
-        *,
-        width: int,
-    ) -> Batch:
-        for sequence in sequences:
-            sequence.num_in_flight += width
-        return Batch(kind, tuple(sequences), tuple(starts), tuple(counts), width)
+        return size.tokens in (size.rows, size.rows * planned)
 
     def _grow(self, sequences: list[Sequence]) -> bool:
         """Allocate pages for the coming block; preempt the youngest rows if needed. Say if any were."""
@@ -454,32 +466,37 @@ class Scheduler:
         else:
             self.chunks.observe_decode(seconds)
 
-    def commit(self, batch: Batch, outcome: Outcome, seconds: float | None = None) -> list[Delta]:
+    def commit(
+        self,
+        batch: Batch,
+        outcome: Outcome,
+        seconds: float | None = None,
+        size: StepSize | None = None,
+    ) -> list[Delta]:
         """Apply a step's outcome to its sequences and return the deltas of their answers.
 
         Drop the outcome of a sequence without a row: it ended or was preempted meanwhile.
-        `seconds`: the time of the step, if known.
+        `seconds`: the time of the step, if known. `size`: what ran, if it was larger than the batch.
         """
         if seconds is not None:
             self.observe(batch, seconds)
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
             return []
-        deltas, now_s, width = [], self.clock(), batch.width
-        if self._width_controller is not None:
-            num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
-            self._width_controller.observe(width, num_right, seconds)
+        deltas, now_s, page_size = [], self.clock(), self.pages.page_size
+        drafted = self._learn(batch, outcome, seconds, size)
         logprobs = outcome.logprobs or itertools.repeat(())
-        for sequence, token_ids, its_logprobs in zip(
-            batch.sequences, outcome.token_ids, logprobs, strict=False
+        for sequence, width, token_ids, its_logprobs, (its_width, num_right) in zip(
+            batch.sequences, batch.counts, outcome.token_ids, logprobs, drafted, strict=False
         ):
             if sequence.row is None:
                 continue
             sequence.num_in_flight -= width
             if self._width_controller is not None:
-                sequence.tally.record.count(width, len(token_ids) - 1)
+                sequence.tally.record.count(its_width, num_right)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
-            self._remember(sequence)
+            if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:
+                self._remember(sequence)
             if self._has_more_than_pages:
                 self._save_states(sequence, sequence.length)
                 self._trim_exact(sequence, sequence.length)
@@ -488,6 +505,23 @@ class Scheduler:
                 self._wait.learn(now_s - sequence.tally.start_s)
                 self._retire(sequence)
         return deltas
+
+    def _learn(
+        self, batch: Batch, outcome: Outcome, seconds: float | None, size: StepSize | None
+    ) -> list[tuple[int, int]]:
+        """Learn from a decode step. Return each row's chain of drafts: its width, and how many were right."""
+        if not batch.tree:
+            num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
+            if self._width_controller is not None:
+                self._width_controller.observe(batch.counts, num_right, seconds, size)
+            return list(zip(batch.counts, num_right, strict=True))
+        chains = [(width, count - 1) for width, count in outcome.chains]
+        if self._tree_choice is not None:
+            records = [sequence.tally.record for sequence in batch.sequences]
+            committed = [len(token_ids) for token_ids in outcome.token_ids]
+            self._tree_choice.observe(batch.tree, records, committed, seconds)
+            self._tree_choice.count_chains(chains)
+        return chains
 
     def _commit_prompts(self, batch: Batch, outcome: Outcome) -> None:
         for position, sequence in enumerate(batch.sequences):

@@ -74,6 +74,11 @@ class Sequence:
         return self.row is not None and self.length >= len(self.token_ids) - 1
 
     @property
+    def may_have_tree(self) -> bool:
+        """Say if its drafts may be a tree: nothing that the answer asks for is made for chains alone."""
+        return self.may_change_width and self.guide is None and self.request.sampling.logprobs is None
+
+    @property
     def is_touched(self) -> bool:
         """Say if a waiting sequence was interrupted while it got a row, lost one, or ended."""
         has_pages = bool(self.pages or self.exact_pages or self.restored)
@@ -106,6 +111,8 @@ class Sequence:
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float, width: int
     ) -> Delta:
         """Append the tokens of a step up to the first stop, and return the answer's next delta."""
+        if self._goes_on(token_ids):
+            return self._continue(token_ids, logprobs, width)
         if self.guide is not None and self.guide.error is not None:
             self.tally.blocks[width, len(token_ids), 0] += 1
             self.finish_reason, self.stop_reason = "abort", f"the structured output: {self.guide.error}"
@@ -113,7 +120,7 @@ class Sequence:
         tally, num_kept = self.tally, self._read(token_ids)
         tally.blocks[width, len(token_ids), num_kept] += 1
         kept = token_ids[:num_kept]
-        self.token_ids.extend(kept)
+        self.token_ids += kept
         self.length = len(self.token_ids) - 1
         if self.guide is not None and self.finish_reason is None:
             self.guide.advance(kept)
@@ -121,14 +128,34 @@ class Sequence:
             tally.first_token_s = now_s
         return self.delta(kept, logprobs[:num_kept], now_s)
 
+    def _goes_on(self, token_ids: tuple[int, ...]) -> bool:
+        """Say if the answer goes on behind these tokens, as it does in nearly every step but its first."""
+        return (
+            self.tally.first_token_s is not None
+            and self.guide is None
+            and len(token_ids) < self.max_length - len(self.token_ids)
+            and self.end_ids.isdisjoint(token_ids)
+            and self.stream is not None
+            and not self.stream.has_stops
+        )
+
+    def _continue(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], width: int) -> Delta:
+        """Do what the rest of `accept` does for tokens that all belong to the answer, in half the time."""
+        assert self.stream is not None
+        self.tally.blocks[width, len(token_ids), len(token_ids)] += 1
+        self.token_ids += token_ids
+        self.length = len(self.token_ids) - 1
+        return Delta(self.request.id, self.index, self.stream.push_plain(token_ids), token_ids, logprobs)
+
     def _read(self, token_ids: tuple[int, ...]) -> int:
         """Return how many of the tokens belong to the answer. Set the finish reasons if it ends here.
 
         An end token, a stop string or the length limit ends the answer, whichever comes first. The limit
         yields to the other two if they come with the last token.
         """
-        num_room = self.max_length - len(self.token_ids)
-        num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
+        num_known = len(self.token_ids)
+        num_room = self.max_length - num_known
+        num_protected = self.sampling.min_end - 1 - num_known  # tokens that may not end it
         text_ids, end = token_ids[:num_room], None
         if not self.end_ids.isdisjoint(text_ids):
             first = max(num_protected, 0)
@@ -157,26 +184,18 @@ class Sequence:
 
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """Return the delta to stream, with metrics if it is the last."""
-        is_last = self.finish_reason is not None
-        text = ""
+        is_last, text, request = self.finish_reason is not None, "", self.request
         if self.stream is not None:
             if is_last:
                 self.stream.finish()
             text = self.stream.take()
-        prompt_logprobs = None
-        if self.request.sampling.prompt_logprobs is not None and self.num_output == len(token_ids):
-            prompt_logprobs = tuple(self.prompt_logprobs)  # with the first piece
-        return Delta(
-            self.request.id,
-            self.index,
-            text,
-            token_ids,
-            logprobs,
-            prompt_logprobs,
-            self.finish_reason,
-            self.stop_reason,
-            self.metrics(now_s) if is_last else None,
-        )
+        delta = Delta(request.id, self.index, text, token_ids, logprobs)
+        if request.sampling.prompt_logprobs is not None and self.num_output == len(token_ids):
+            delta.prompt_logprobs = tuple(self.prompt_logprobs)  # with the first piece
+        if is_last:
+            delta.finish_reason, delta.stop_reason = self.finish_reason, self.stop_reason
+            delta.metrics = self.metrics(now_s)
+        return delta
 
     def metrics(self, now_s: float) -> Metrics:
         tally, arrival_s = self.tally, self.request.arrival_s

@@ -59,8 +59,11 @@ class Load:
     num_states: int = 0  # slots for saved recurrent states
     num_states_saved: int = 0
     num_states_evicted: int = 0  # since the start
+    num_pages_restored: int = 0  # from the prefix disk, at the start
+    num_pages_damaged: int = 0  # there, and not used
     chosen_rows: int = 0  # of the last step whose width was chosen; 0: no step yet
-    chosen_width: int = 0
+    chosen_width: int = 0  # the mean, if rows have widths of their own
+    chosen_tokens: int = 0  # of all rows
     speedup: float | None = None  # lately, against plain steps of as many rows; None: not known
 
     @property
@@ -69,13 +72,15 @@ class Load:
         if not self.chosen_rows:
             return ""
         at_once = "one answer" if self.chosen_rows == 1 else f"{self.chosen_rows} answers at once"
-        if self.chosen_width == 1:
+        if self.chosen_tokens == self.chosen_rows:
             return f"speculation: off for now, plain decoding is as fast with {at_once}"
-        tried = f"speculation: on, {self.chosen_width} tokens tried per step"
+        tried = f"speculation: on, {self.chosen_tokens} tokens tried per step with {at_once}"
+        if self.chosen_rows > 1:
+            tried += f" ({self.chosen_tokens / self.chosen_rows:.3g} of each)"
         if self.speedup is None:
-            return f"{tried} with {at_once}"
+            return tried
         speedup = math.floor(10 * self.speedup) / 10  # rounded up, it could exceed the tokens per step
-        return f"{tried} with {at_once}, lately {speedup:.1f}x the speed of plain decoding"
+        return f"{tried}, lately {speedup:.1f}x the speed of plain decoding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,8 @@ class Snapshot(Load):
     num_blocks: int  # rows verified, over all decode steps
     num_drafts: int  # blocks that held drafts: verified at a width above 1
     num_drafted: int
+    num_trees: int  # blocks whose drafts were trees
+    num_tree_tokens: int  # that their rows verified
     accepted: tuple[int, ...]  # [i]: drafts at position i + 1 that were accepted
     num_accepted: int
     finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
@@ -189,7 +196,7 @@ def _points(rows: Items[tuple[Point, ...]]) -> tuple[Point, ...]:
     return tuple(found[second] for second in sorted(found))[-RECENT_S:]
 
 
-_WIDTH = ("chosen_rows", "chosen_width", "speedup")  # of the engine with the most rows
+_WIDTH = ("chosen_rows", "chosen_width", "chosen_tokens", "speedup")  # of the engine with the most rows
 _TOGETHER: dict[str, Callable[[list[Any]], object]] = {  # the others are added up
     "time_s": max,
     "expected_wait_s": min,  # requests go where it is short
@@ -215,6 +222,7 @@ class Stats:
         self.num_untold = 0  # blocks whose time in plain steps is not known
         self.num_drafts = 0  # blocks that held drafts
         self.num_drafted = 0
+        self.num_trees = self.num_tree_tokens = 0
         self.num_emitted = 0
         self.drafted: list[int] = []  # [i]: drafts at position i + 1
         self.accepted: list[int] = []
@@ -232,11 +240,14 @@ class Stats:
         self,
         batch: Batch,
         sequences: Items[Sequence],
+        widths: Items[int],
         committed: Items[tuple[int, ...]],
         deltas: Items[Delta],
         num_plain: float | None = None,
     ) -> None:
-        """Count one step: its live `sequences`, their committed tokens and deltas (both empty for a prefill).
+        """Count one step: its live `sequences`, their widths, committed tokens and deltas.
+
+        A prefill has no committed tokens and no deltas.
 
         `num_plain`: how many plain steps take as long, if known.
         """
@@ -247,7 +258,10 @@ class Stats:
                 self._observe("iteration_tokens_total", sum(batch.counts))
             else:
                 num_kept = [len(delta.token_ids) for delta in deltas]
-                self._count_blocks(batch.width, [len(token_ids) for token_ids in committed], num_kept)
+                if batch.tree:
+                    self.num_trees += len(num_kept)
+                    self.num_tree_tokens += len(num_kept) * batch.tree
+                self._count_blocks(widths, [len(token_ids) for token_ids in committed], num_kept)
                 if num_plain is None:
                     self.num_untold += len(num_kept)
                 else:
@@ -297,6 +311,8 @@ class Stats:
                 num_blocks=self.num_blocks,
                 num_drafts=self.num_drafts,
                 num_drafted=self.num_drafted,
+                num_trees=self.num_trees,
+                num_tree_tokens=self.num_tree_tokens,
                 accepted=tuple(self.accepted),
                 num_accepted=sum(self.accepted),
                 finished=dict(self.finished),
@@ -317,19 +333,24 @@ class Stats:
         now = self._drafts()
         return now.since(next((begin for at, begin in self._begins if at > second - LATELY_S), now))
 
-    def _count_blocks(self, width: int, num_committed: Items[int], num_kept: Items[int]) -> None:
+    def _count_blocks(self, widths: Items[int], num_committed: Items[int], num_kept: Items[int]) -> None:
         """Count the rows of one step, by how many tokens each committed and its answer kept."""
         second = int(self._clock())
         if not self._begins or self._begins[-1][0] < second:
             self._begins.append((second, self._drafts()))
         self.num_decode_steps += 1
         self.num_blocks += len(num_kept)
+        most = max(widths, default=1)
         for counts in (self.drafted, self.accepted):
-            counts.extend([0] * (width - 1 - len(counts)))
-        by_width, by_kept = [0] * (width + 1), [0] * (width + 1)  # [n]: rows of n tokens
-        for committed, kept in zip(num_committed, num_kept, strict=True):
-            by_width[counted_width(width, committed, kept)] += 1
+            counts.extend([0] * (most - 1 - len(counts)))
+        by_width, by_kept = [0] * (most + 1), [0] * (most + 1)  # [n]: rows of n tokens
+        for width, kept in zip(widths, num_kept, strict=True):
+            by_width[width] += 1
             by_kept[kept] += 1
+        if num_committed != num_kept:  # an answer ended inside a block
+            for width, committed, kept in zip(widths, num_committed, num_kept, strict=True):
+                by_width[width] -= 1
+                by_width[counted_width(width, committed, kept)] += 1
         drafted = at_least(by_width)[2:]
         self.num_drafts += drafted[0] if drafted else 0
         self.num_drafted += sum(drafted)

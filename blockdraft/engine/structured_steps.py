@@ -20,6 +20,7 @@ from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.decode import run_all_parts
 from blockdraft.step.graphs import PartsOfStep, Reading, pack
+from blockdraft.step.step_sizes import StepSize
 from blockdraft.step.verify import Verdict
 
 
@@ -57,8 +58,14 @@ class TokenMasks:
         words = whole.words[: num_rows * width * self._num_words]
         return Allowed(words.view(num_rows, width, self._num_words), whole.counts[:num_rows])
 
-    def set(self, guides: Items[Guide | None], blocks: Items[Items[int]], num_rows: int, width: int) -> None:
-        """Make the masks of a step and send them to the device. Each of `blocks` begins with the anchor."""
+    def set(
+        self, guides: Items[Guide | None], blocks: Items[Items[int]], widths: Items[int], size: StepSize
+    ) -> None:
+        """Make the masks of a step and send them to the device. Each of `blocks` begins with the anchor.
+
+        Row r commits at most widths[r] tokens.
+        """
+        num_rows, width = size.rows, size.width
         here = self._view(self._here, num_rows, width)
         words, counts, columns = here.words.numpy(), here.counts.numpy(), []
         bound = [row for row, guide in enumerate(guides) if guide is not None]
@@ -67,7 +74,7 @@ class TokenMasks:
         for row in bound:
             guide = guides[row]
             assert guide is not None
-            found = guide.fill(words[row], blocks[row][1:])
+            found = guide.fill(words[row], blocks[row][1 : widths[row]])
             if found is not None:
                 columns.append((row, found))
         if columns:
@@ -90,8 +97,8 @@ class StepInParts:
     block: Tensor
     verdict: Verdict
 
-    def __init__(self, begin: Callable[[], Generator[Tensor, None, Verdict]], num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, begin: Callable[[], Generator[Tensor, None, Verdict]], size: StepSize) -> None:
+        self.size = size
         self._begin = begin
 
     def draft(self) -> None:
@@ -107,15 +114,17 @@ class StepInParts:
 
 
 @torch.inference_mode()
-def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: TokenMasks) -> Tensor:
-    """Run a step whose rows are placed, with its rows' `guides`. Return the packed verdict."""
+def run_in_parts(
+    parts: PartsOfStep, guides: Items[Guide | None], widths: Items[int], masks: TokenMasks
+) -> Tensor:
+    """Run a step whose rows are placed, with its rows' `guides` and widths. Return the packed verdict."""
     parts.draft()
     block = parts.block
     if block.shape[1] > 1:
         (_force if block.is_cuda else _correct)(block, guides)
     drafted = Reading(block)
     parts.forward()
-    masks.set(guides, drafted.rows(), parts.num_rows, block.shape[1])
+    masks.set(guides, drafted.rows(), widths, parts.size)
     return parts.settle()
 
 

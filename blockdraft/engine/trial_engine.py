@@ -26,10 +26,14 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = plan or engine.plan
     plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, num_states=0, step_costs={})
+    if drafter is not None:
+        plan = replace(plan, tree=0)
     other = copy.copy(engine)
     other.plan = plan
     other.models = replace(engine.models, drafter=drafter or engine.models.drafter)
-    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock, engine.scheduler.exact)
+    other.scheduler = Scheduler(
+        plan, engine.scheduler.pages, engine.clock, engine.scheduler.exact, means=engine.scheduler.means
+    )
     if drafter is not None:
         other.drop_graphs()  # they run the engine's own drafter
     other.stats = Stats()

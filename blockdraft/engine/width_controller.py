@@ -1,6 +1,8 @@
-"""Chooses the width of the next step: the one with the most committed tokens per second, as observed.
+"""Chooses the widths of the next step's rows: those with the most committed tokens per second, as observed.
 
-All rows whose requests set no width get the same width. It depends on two estimates:
+Of each number of tokens that a step may have, every row gets its anchor, and each next token goes to the row
+where it is likeliest to be committed, so easy rows get wide blocks. If the drafter's cost grows with the
+widest row, all rows get one width. Rows whose requests set a width keep it. Two estimates decide:
 
 1. The tokens that a step of each width commits. The chance of a draft depends on its position in the block,
 alike for all rows, and on the row: in code five drafts in six are right, in trivia every other one. Counts by
@@ -17,20 +19,25 @@ If no draft pays, steps are plain, but now and then a step tries drafts: plain s
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean, median
 
 import numpy as np
 
+from blockdraft.engine.histogram import at_least
 from blockdraft.planner.plan import Plan
 from blockdraft.step.row_sizes import Place, row_sizes
+from blockdraft.step.step_sizes import Means, StepSize, all_means, even, tight, uneven
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 ALL_SIZES = 16  # up to this many rows, each number of rows has its own times
+MANY_ROWS = 16  # with as many, the tokens of a step are estimated in every second step, and so on
+MOST_STEPS = 4  # for which an estimate is used
 BELIEF = 16.0  # weight, in tested drafts, of all rows' chances in the estimate of one row
 FADE = 0.95  # each step scales the older counts by this
 FEW = 3  # steps of few rows fade the counts more slowly, because they hold less evidence
@@ -38,6 +45,8 @@ PRIOR = 4.0  # weight, in tested drafts, of the expected chance at a position
 LAST = 6  # steps within which the machine's speed is taken as constant
 ENOUGH = 4  # steps needed to estimate the machine's speed
 MEETINGS = 33  # times relative to other widths that are kept for each width
+FIRST_MEETINGS = 3  # fewer are not believed if they take LATE times as long as was expected
+LATE = 1.5
 BELIEVED = 9  # steps after which a width's time is known
 # The cost of a mixture's arithmetic, if all tokens were multiplied by the experts that one token chooses, in
 # units of reading all experts. Qwen3.5-35B-A3B's steps of 1 to 512 tokens on an H200 are met within 8 %.
@@ -45,6 +54,7 @@ ARITHMETIC = 0.05
 BEYOND = 0.5  # scales the time per token beyond the measured widths; too high a guess is never corrected
 GAIN = 1.02  # the speedup that another width must promise, so that the width does not flip back and forth
 AGE = 128  # steps after which a width that promises nearly as much is tried again
+EARLY_AGE = 32  # AGE for a width that was rarely timed beside others
 NEARLY = 0.85  # the share of the chosen width's speed that counts as nearly as much
 PLAIN_AGE = 500  # AGE for plain steps, whatever they promise: they may have looked slow by chance
 FIRST_AGE = 8  # AGE for plain steps that were never timed
@@ -61,7 +71,8 @@ class DraftRecord:
 
     def count(self, width: int, num_right: int) -> None:
         """Count a step that verified `width - 1` drafts."""
-        self.num_tried = FADE * self.num_tried + min(num_right + 1, width - 1)
+        num_tried = num_right + 1 if num_right + 1 < width else width - 1
+        self.num_tried = FADE * self.num_tried + num_tried
         self.num_right = FADE * self.num_right + num_right
 
 
@@ -70,47 +81,62 @@ class DraftChances:
 
     def __init__(self, known: Sequence[float]) -> None:
         """`known`: the initial chance at each place. Evidence at one place also updates later places."""
-        chances = np.clip(np.asarray(known, dtype=np.float64), 0.01, 0.99)
-        self._first = float(chances[0])
-        self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place, relative to the last
-        self._tried = np.zeros(len(known))
-        self._right = np.zeros(len(known))
+        chances = [min(max(chance, 0.01), 0.99) for chance in known]
+        self._first = chances[0]
+        # Of each place, relative to the last.
+        self._steepness = [math.log(one) / math.log(last) for last, one in itertools.pairwise(chances)]
+        self._tried = [0.0] * len(known)
+        self._right = [0.0] * len(known)
+        self._logs: list[float] | None = None  # None: they have to be computed
 
-    def count(self, width: int, num_right: np.ndarray) -> None:
-        """Count a step: in row r, `num_right[r]` of the `width - 1` drafts were right."""
-        places, fade = np.arange(width - 1), FADE ** (len(num_right) / (len(num_right) + FEW))
-        self._tried *= fade
-        self._right *= fade
-        self._tried[: width - 1] += (num_right[:, None] >= places).sum(axis=0)
-        self._right[: width - 1] += (num_right[:, None] > places).sum(axis=0)
+    def count(self, widths: Sequence[int], num_right: Sequence[int]) -> None:
+        """Count a step: in row r, `num_right[r]` of the `widths[r] - 1` drafts were right."""
+        most = max(widths)
+        num_tested, num_rows = [0] * most, [0] * most  # [n]: rows with n tested drafts, with n right ones
+        for width, count in zip(widths, num_right, strict=True):
+            num_tested[count + 1 if count + 1 < width else width - 1] += 1
+            num_rows[count] += 1
+        tried, right = at_least(num_tested), at_least(num_rows)
+        fade = FADE ** (len(widths) / (len(widths) + FEW))
+        self._tried = [fade * old + new for old, new in zip_longest(self._tried, tried[1:], fillvalue=0)]
+        self._right = [fade * old + new for old, new in zip_longest(self._right, right[1:], fillvalue=0)]
+        self._logs = None
 
     @property
-    def logs(self) -> np.ndarray:
+    def logs(self) -> list[float]:
         """Return the natural logarithms of the chances [places]."""
-        found, expected = np.empty(len(self._tried)), self._first
-        for place in range(len(found)):
-            if place:
-                expected = math.exp(found[place - 1] * self._steepness[place - 1])
-            share = (self._right[place] + PRIOR * expected) / (self._tried[place] + PRIOR)
-            found[place] = math.log(min(max(share, 0.01), 0.99))
-        return found
+        if self._logs is None:
+            found, expected = [], self._first
+            for tried, right, steepness in zip_longest(self._tried, self._right, self._steepness):
+                share = (right + PRIOR * expected) / (tried + PRIOR)
+                found.append(math.log(min(max(share, 0.01), 0.99)))
+                if steepness is not None:
+                    expected = math.exp(found[-1] * steepness)
+            self._logs = found
+        return self._logs
 
     def committed(
         self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
     ) -> np.ndarray:
         """Return the tokens that all rows commit in a step of each width; chances are to the power `hope`."""
-        logs = self.logs
-        power = self._powers(records, logs, hope)
-        reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
-        return np.array([len(records) + reached[: width - 1].sum() for width in widths])
+        reached = self.kept(records, hope).sum(axis=0).tolist()  # [places] drafts kept
+        kept = [0.0, *itertools.accumulate(reached)]  # [n]: in blocks of n drafts
+        return np.array([len(records) + kept[width - 1] for width in widths])
 
-    def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float) -> np.ndarray:
+    def kept(self, records: Sequence[DraftRecord], hope: float = 1.0) -> np.ndarray:
+        """Return the chances [R, places] that drafts are committed, to the power `hope`."""
+        logs = self.logs
+        powers = self._powers(records, logs, hope)
+        return np.exp(np.multiply.outer(powers, list(itertools.accumulate(logs))))  # type: ignore[no-any-return]
+
+    def _powers(self, records: Sequence[DraftRecord], logs: Sequence[float], hope: float) -> np.ndarray:
         """Return [R] powers: a row's chance at a place is the chance of all rows to this power."""
-        middle = float(np.exp(logs[:4].mean()))  # most tested drafts are at the first places
-        tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
-        right = np.fromiter((one.num_right for one in records), np.float64, len(records))
-        chance = np.clip((BELIEF * middle + right) / (BELIEF + tried), 0.01, 0.99)
-        return hope * np.log(chance) / math.log(middle)
+        first = logs[:4]  # most tested drafts are at the first places
+        middle = sum(first) / len(first)
+        tried = np.array([one.num_tried for one in records])
+        right = np.array([one.num_right for one in records])
+        chance = (BELIEF * math.exp(middle) + right) / (BELIEF + tried)
+        return np.log(np.minimum(np.maximum(chance, 0.01), 0.99)) * (hope / middle)
 
 
 class StepCosts:
@@ -185,6 +211,12 @@ class StepCosts:
         """Return how many steps ago a step of this width and number of rows last ran."""
         return self._num_steps - self._seen.get((self.size(num_rows), width), -AGE)
 
+    def is_due(self, num_rows: int, width: int) -> bool:
+        """Say if a step that promises nearly as much should be timed again."""
+        place = self.size(num_rows), width
+        most = AGE if len(self._met.get(place, ())) >= BELIEVED else EARLY_AGE
+        return self._num_steps - self._seen.get(place, 0) > most
+
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
         self._num_steps += 1
         place = self.size(num_rows), width
@@ -201,6 +233,9 @@ class StepCosts:
         found = sorted([*self._firm(place), *self._met[place]])
         cut = len(found) // 4
         self._base[place] = fmean(found[cut : len(found) - cut])
+        guess = self._guess(*place)
+        if self._is_sure and len(found) < FIRST_MEETINGS and self._base[place] > LATE * guess:
+            self._base[place] = guess  # else one late step would exclude a width for good
 
     def _firm(self, place: Place) -> list[float]:
         """Return the start's measurement in a list, or an empty list if there is none or it was disturbed."""
@@ -254,9 +289,28 @@ def _between(known: Mapping[float, float], wanted: float, beyond: float = 1.0) -
     return known[first] + slope * (inside + beyond * max(wanted - second, 0))
 
 
+def likeliest_widths(kept: np.ndarray, num_drafts: int) -> list[int]:
+    """Return widths [R] with `num_drafts` drafts in all, those with the greatest chances kept [R, places].
+
+    A row's chances must not rise from place to place. Of equal chances, the first rows' come first.
+    """
+    if num_drafts == 0:
+        return [1] * len(kept)
+    least = np.partition(kept, -num_drafts, axis=None)[-num_drafts]
+    above, equal = (kept > least).sum(axis=1), (kept == least).sum(axis=1)
+    ties = np.minimum(equal.cumsum(), num_drafts - above.sum())  # up to each row
+    widths: list[int] = (1 + above + np.diff(ties, prepend=0)).tolist()
+    return widths
+
+
+def always(num_rows: int, width: int, num_tokens: int | None = None) -> bool:
+    """Return True: without graphs, no step has to be captured before it runs."""
+    return True
+
+
 def widths_for(block: int) -> list[int]:
     """Return the widths to choose from for a drafter trained for this block."""
-    return sorted({width for width in (*WIDTHS, block) if width <= block})
+    return list(all_means(1, block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,23 +318,41 @@ class ChosenStep:
     """The width chosen for a step."""
 
     num_rows: int = 0  # 0: nothing was chosen yet
-    width: int = 0
+    width: int = 0  # the mean, if rows have widths of their own
     tokens: float = 0.0  # expected of each row
+    num_tokens: int = 0  # that all rows verify
 
 
 class WidthController:
-    """Chooses the width of each step."""
+    """Chooses the widths of each step.
 
-    def __init__(self, costs: StepCosts, chances: DraftChances, *, first: int, block: int) -> None:
-        """`first`: the width to begin with."""
+    With `means`, a width stands for the mean width of a step, padding rows included.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        chances: DraftChances,
+        *,
+        first: int,
+        block: int,
+        means: Means | None = None,
+    ) -> None:
+        """`first`: the width to begin with. `means`: of steps whose rows have widths of their own."""
         self.costs, self.chances = costs, chances
-        self._widths = widths_for(block)
+        self._block, self._means = block, means
+        self._all_widths = tuple(widths_for(block))
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
+        self._expected = np.ones(0)  # tokens of a row in a step of each width
+        self._expected_of: tuple[int, ...] = ()  # these widths
+        self._expected_age = MOST_STEPS  # steps since they were computed
+        self._dealt: list[int] = []  # the rows' widths when they were last computed, as long
+        self._dealt_to: tuple[int, ...] = ()  # the mean width, and the rows
         self.last = ChosenStep()
 
     @classmethod
-    def of(cls, plan: Plan) -> WidthController:
+    def of(cls, plan: Plan, means: Means | None = None) -> WidthController:
         """Make the controller from the measurements of the start."""
         sizes = (
             range(1, plan.max_num_seqs + 1)
@@ -290,66 +362,137 @@ class WidthController:
         costs = StepCosts(
             plan.step_costs, sizes, is_sure=plan.is_sure_of_costs, chosen_share=plan.chosen_share
         )
-        return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
+        chances = DraftChances(plan.draft_chances)
+        return cls(costs, chances, first=plan.width, block=plan.block, means=means)
 
-    def next_width(
-        self, records: Sequence[DraftRecord], is_ready: Callable[[int, int], bool] = lambda rows, width: True
-    ) -> int:
+    def next_widths(
+        self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always
+    ) -> list[int]:
+        """Return the width of each row in the next step. `records` has one record per row."""
+        mean = self.next_width(records, is_ready)
+        size = self._size(len(records), mean)
+        if size.is_even:
+            return [size.width] * size.rows
+        dealt_to = (mean, *map(id, records))
+        if self._expected_age == 0 or dealt_to != self._dealt_to:
+            kept = self.chances.kept(records)[:, : size.width - 1]
+            self._dealt, self._dealt_to = likeliest_widths(kept, size.tokens - size.rows), dealt_to
+        return self._dealt
+
+    def _size(self, num_rows: int, mean: int) -> StepSize:
+        """Return the size of a step that has this mean width together with the rows that pad it."""
+        if self._means is None or num_rows == 1 or mean in (1, self._block):
+            return even(num_rows, mean)
+        size = uneven(self.costs.size(num_rows), mean, self._block)
+        return StepSize(num_rows, size.width, min(size.tokens - size.rows + num_rows, num_rows * size.width))
+
+    def _widths(self, num_rows: int) -> tuple[int, ...]:
+        """Return the widths that steps of as many rows may have."""
+        if self._means is None:
+            return self._all_widths
+        return self._means(self.costs.size(num_rows), self._block)
+
+    def _committed(
+        self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
+    ) -> np.ndarray:
+        """Return the tokens that steps of each width are expected to commit."""
+        if self._means is None or len(records) == 1:
+            return self.chances.committed(records, widths, hope)
+        kept, totals = self.chances.kept(records, hope), dict[int, np.ndarray]()
+        found = np.full(len(widths), float(len(records)))
+        for index, width in enumerate(widths):
+            size = self._size(len(records), width)
+            if size.tokens > size.rows:
+                if size.width not in totals:  # [n]: of the n + 1 likeliest drafts
+                    totals[size.width] = np.sort(kept[:, : size.width - 1], axis=None)[::-1].cumsum()
+                found[index] += totals[size.width][size.tokens - size.rows - 1]
+        return found
+
+    def mean_of(self, size: StepSize) -> int:
+        """Return the mean width of a step with its padding rows, as costs know it."""
+        if size.is_even:
+            return size.width
+        padded = max(size.rows, self.costs.size(size.rows))
+        return -(-(size.tokens + padded - size.rows) // padded)
+
+    def next_width(self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always) -> int:
         """Return the width of the next step, a ready one if any is. `records` has one record per row."""
-        count = len(records)
-        seconds = self.costs.by_width(count, self._widths)
-        committed = self.chances.committed(records, self._widths)
-        speeds = committed / seconds
-        ready = np.array([is_ready(count, width) for width in self._widths])
-        if ready.any():
-            speeds = np.where(ready, speeds, 0.0)
-        best = int(np.argmax(speeds))
-        now = self._widths.index(self._width) if self._width in self._widths else best
+        count, widths = len(records), self._widths(len(records))
+        expected = self._expected_tokens(records, widths)
+        speeds = count * expected / self.costs.by_width(count, widths)
+        ready = [is_ready(*self._size(count, width)) for width in widths]
+        if any(ready):
+            speeds = speeds * ready
+        best = int(speeds.argmax())
+        now = widths.index(self._width) if self._width in widths else best
         if speeds[best] > GAIN * speeds[now]:
             now = best
-        self._width = self._widths[now]
-        self.last = ChosenStep(count, self._width, float(committed[now] / count))
+        self._width = widths[now]
+        num_tokens = self._size(count, self._width).tokens
+        self.last = ChosenStep(count, self._width, float(expected[now]), num_tokens)
         if self._width == 1:
             self._until_try -= 1
-            return 1 if self._until_try > 0 else self._tried_again(records, speeds)
-        return self._neglected(speeds, now, count)
+            return 1 if self._until_try > 0 else self._tried_again(records, widths, speeds)
+        return self._neglected(widths, speeds, now, count)
+
+    def _expected_tokens(self, records: Sequence[DraftRecord], widths: tuple[int, ...]) -> np.ndarray:
+        """Return the tokens of a row in a step of each width, as estimated in this or the last few steps.
+
+        Many rows' mean changes slowly, and takes longer to estimate.
+        """
+        self._expected_age += 1
+        is_old = self._expected_age > min(len(records) // MANY_ROWS, MOST_STEPS - 1)
+        if is_old or widths != self._expected_of:
+            self._expected, self._expected_of = self._committed(records, widths) / len(records), widths
+            self._expected_age = 0
+        return self._expected
 
     def likely_width(self, num_rows: int) -> int:
         """Return the best width of a step of `num_rows` rows that have no drafts counted yet."""
-        seconds = self.costs.by_width(num_rows, self._widths)
-        fresh = [DraftRecord()] * num_rows
-        return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
+        widths = self._widths(num_rows)
+        speeds = self._committed([DraftRecord()] * num_rows, widths) / self.costs.by_width(num_rows, widths)
+        return widths[int(speeds.argmax())]
 
-    def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray) -> int:
+    def _tried_again(self, records: Sequence[DraftRecord], widths: Sequence[int], speeds: np.ndarray) -> int:
         """Return the best width that would pay if drafts were far better than expected; 1 if none would."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
         # While steps are plain, a plain step that was timed too low while the machine was busy is never timed
         # again beside others. So what the start measured counts, too.
-        costs = self.costs.least_ratios(len(records), self._widths)
-        hoped = self.chances.committed(records, self._widths, HOPE) / costs
+        costs = self.costs.least_ratios(len(records), widths)
+        hoped = self._committed(records, widths, HOPE) / costs
         could_pay = hoped > GAIN * hoped[0]
-        return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
+        return widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
 
-    def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
+    def _neglected(self, widths: Sequence[int], speeds: np.ndarray, now: int, count: int) -> int:
         """Return the width to run: a neighbouring or plain width that has not run for long, or the chosen."""
-        for other in (now - 1, now + 1, 0):
-            if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
-                width = self._widths[other]
-                if self.costs.age(count, width) > AGE:
-                    return width
+        able = [index for index, speed in enumerate(speeds) if speed > 0]
+        place = able.index(now)
+        for other in (*able[max(0, place - 1) : place], *able[place + 1 : place + 2], 0):
+            if speeds[other] > NEARLY * speeds[now] and self.costs.is_due(count, widths[other]):
+                return widths[other]
         plain_age = PLAIN_AGE if self.costs.is_known(count, 1) else FIRST_AGE
         if speeds[0] > 0 and self.costs.age(count, 1) > plain_age:
             return 1
-        return self._widths[now]
+        return widths[now]
 
-    def observe(self, width: int, num_right: Sequence[int], seconds: float | None) -> None:
-        """Learn from a step that verified `width - 1` drafts of each row. `seconds`: its time, if known."""
+    def observe(
+        self,
+        widths: Sequence[int],
+        num_right: Sequence[int],
+        seconds: float | None,
+        size: StepSize | None = None,
+    ) -> None:
+        """Learn from a step that verified `widths[r] - 1` drafts of row r. `seconds`: its time, if known.
+
+        `size`: what ran, if it was larger than the rows.
+        """
+        mean = self.mean_of(size or tight(widths))
         if seconds is not None:
-            self.costs.observe(len(num_right), width, seconds)
-        if width > 1:
-            self.chances.count(width, np.asarray(num_right))
-            if self._width == 1 and self._has_paid(width, num_right):
+            self.costs.observe(len(num_right), mean, seconds)
+        if max(widths) > 1:
+            self.chances.count(widths, num_right)
+            if self._width == 1 and self._has_paid(mean, num_right):
                 self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
                 self._until_try = 1  # try drafts again in the next step
 

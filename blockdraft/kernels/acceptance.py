@@ -19,17 +19,20 @@ from blockdraft.kernels.sampling_tables import Whole
 _WORD = 0xFFFFFFFF
 
 
-def reference_count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
-    """Return how many tokens to commit [R], 1 to B, for samples and block [R, B]: accepted drafts + 1."""
+def reference_count_accepted(sampled: Tensor, block: Tensor, limits: Tensor) -> Tensor:
+    """Return how many tokens to commit [R], 1 to B, for samples and block [R, B]: accepted drafts + 1.
+
+    At most limits[r] > 0 tokens of row r are committed; columns from there on may hold anything.
+    """
     agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
-    return 1 + agrees.long().cumprod(dim=1).sum(dim=1)
+    return (1 + agrees.long().cumprod(dim=1).sum(dim=1)).minimum(limits)
 
 
-def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+def reference_draw_accepted(rates: Tensor, starts: Tensor, limits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return how many tokens to commit [R], for timing only: draft j counts with probability rates[j].
 
     The probabilities rates [B - 1] must not increase, as a draft counts only if all earlier ones do. One
-    random number per row, keyed by its seed and length, decides.
+    random number per row, keyed by its seed and length, decides. At most limits[r] tokens are committed.
     """
     seeds = batch.integers(Whole.SEED)
     zero = torch.zeros_like(starts)
@@ -37,7 +40,7 @@ def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch)
         (zero, starts & _WORD, starts >> 32, zero + 1), key=(seeds & _WORD, (seeds >> 32) & _WORD)
     )  # the fourth word makes these numbers differ from those of sampling
     uniform = ((words[0] >> 9).float() + 0.5) * 2.0**-23
-    return 1 + (uniform[:, None] < rates).sum(dim=1)
+    return (1 + (uniform[:, None] < rates).sum(dim=1)).minimum(limits)
 
 
 class Progress(NamedTuple):
@@ -70,6 +73,6 @@ def reference_advance(
     anchor[rows] = torch.where(is_real, last, anchor[rows])
 
 
-CountAccepted = Callable[[Tensor, Tensor], Tensor]
-DrawAccepted = Callable[[Tensor, Tensor, SamplingBatch], Tensor]
+CountAccepted = Callable[[Tensor, Tensor, Tensor], Tensor]
+DrawAccepted = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
 Advance = Callable[[Progress, Tensor, Tensor, Tensor, SamplingBatch], None]

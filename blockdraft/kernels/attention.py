@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.kv_formats import TILE
-from blockdraft.kernels.llvm.attention_tile import divide
+from blockdraft.kernels.llvm.attention_tile import divide, divide_again
+from blockdraft.kernels.sampling import Places, places_of
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ class Blocks:
     Row r reads pages[rows[r]] of pages [.., P] (pages[r] without `rows`). Token n of the flat stream is at
     `positions[n]`. Index tensors that all layers share are built once, on first use. With `offsets`, which
     GPU kernels read, only the sum and the maximum of `counts` matter. exact_pages [.., P] are the pages of
-    exact keys and values, for layers that compress.
+    exact keys and values, for layers that compress. `most`: the columns of a box of these tokens, by default
+    as many as the widest row has.
     """
 
     def __init__(  # noqa: PLR0913
@@ -188,8 +190,10 @@ class Blocks:
         locate: Locate | None = None,
         offsets: Tensor | None = None,
         exact_pages: Tensor | None = None,
+        most: int | None = None,
     ) -> None:
-        self._offsets = offsets
+        self._most = max(counts, default=0) if most is None else most
+        self._offsets = offsets  # counts are read from here if a captured step is replayed
         self.exact_table = exact_pages
         self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
         self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
@@ -246,7 +250,7 @@ class Blocks:
         """Return the reference's Reads: one for all rows if they have one width, otherwise one per row."""
         if len(set(self.counts)) == 1:
             return [self._reads(slice(None), self.counts[0])]
-        return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
+        return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts) if count]
 
     def _reads(self, rows: slice, width: int) -> Reads:
         return Reads(
@@ -257,12 +261,31 @@ class Blocks:
             exact_pages=None if self.exact_table is None else self.exact_table[self.rows[rows]],
         )
 
+    @property
+    def is_even(self) -> bool:
+        """Say if all rows have equally many tokens, now and whenever a captured step is replayed."""
+        return self._offsets is None and len(set(self.counts)) == 1
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """Return the row and the column of every token in the stream."""
+        return places_of(self.offsets, sum(self.counts), self._most)
+
+    @functools.cached_property
+    def draft_places(self) -> Places:
+        """Return the row and the column of every draft: of all tokens but each row's first."""
+        num_rows = len(self.counts)
+        offsets = self.offsets - torch.arange(num_rows + 1, device=self.starts.device)
+        return places_of(offsets, sum(self.counts) - num_rows, self._most - 1)
+
     def units(self, num_heads: int, num_groups: int) -> Tensor:
-        """Return the CPU kernel's units of work; see `divide`."""
-        threads = torch.get_num_threads()
+        """Return the CPU kernel's units of work; see `divide`. Each replay of a captured step renews them."""
+        threads, shared = torch.get_num_threads(), num_heads // num_groups
         kind = (num_heads, num_groups, threads)
-        if kind not in self._units:
-            self._units[kind] = divide(self.counts, num_heads // num_groups, num_groups, threads)
+        if kind not in self._units and self._offsets is None:
+            self._units[kind] = divide(self.counts, shared, num_groups, threads)
+        elif kind not in self._units:
+            self._units[kind] = divide_again(self.offsets, sum(self.counts), shared, num_groups, threads)
         return self._units[kind]
 
 

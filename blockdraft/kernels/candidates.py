@@ -15,14 +15,21 @@ once, one for each candidate of that column, and the walk only follows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.noise import gumbel_at
-from blockdraft.kernels.sampling import SamplingBatch, adjusted, is_warm, keep_likely, noise_of, scales
+from blockdraft.kernels.sampling import (
+    Places,
+    SamplingBatch,
+    adjusted,
+    is_warm,
+    keep_likely,
+    noise_of,
+    scales,
+)
 from blockdraft.kernels.sampling_tables import Whole
 
 
@@ -37,16 +44,37 @@ class PairScores(NamedTuple):
     skips_first: bool = False  # column 0 has no pair scores; only with a mixture
 
 
-Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
+class WalkCandidates(Protocol):
+    """Chooses drafts one after the other, as `reference_walk` does."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        pairs: PairScores,
+        starts: Tensor,
+        anchor: Tensor,
+        batch: SamplingBatch,
+        places: Places | None = None,
+    ) -> Tensor: ...
 
 
 def reference_walk(
-    logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch
+    logits: Tensor,
+    pairs: PairScores,
+    starts: Tensor,
+    anchor: Tensor,
+    batch: SamplingBatch,
+    places: Places | None = None,
 ) -> Tensor:
     """Return drafts [R, C] after the anchors [R, 1] at `starts`; column c is at starts[r] + 1 + c.
 
-    Ties go to the lowest id. Penalties count the anchor, but no drafts.
+    Ties go to the lowest id. Penalties count the anchor, but no drafts. With `places`, logits [N, V], the
+    mixture [N, rank] and the drafts [N] are streams of some columns: of each row the first ones.
     """
+    if places is not None:
+        if pairs.mixture is not None:
+            pairs = pairs._replace(mixture=places.put(pairs.mixture))
+        return places.take(reference_walk(places.put(logits), pairs, starts, anchor, batch))
     warm, is_filtered = is_warm(batch), batch.integers(Whole.IS_FILTERED) != 0
     is_open = warm & ~is_filtered  # noise, but no filter
     own = adjusted(logits, starts, anchor, batch)
@@ -59,7 +87,8 @@ def reference_walk(
     scores = unary[:, :, None] + paired * scale  # [R, C, K before, K]
     best = scores.argmax(dim=-1)
     if batch.needs.filter:
-        drawn = _draw_filtered(scores, ids, starts, batch)
+        scaled = scores * scales(batch, scores.dtype)[:, None, None, None]
+        drawn = draw_scores(scaled, ids, starts, batch).argmax(dim=-1)
         best = torch.where((warm & is_filtered)[:, None, None], drawn, best)
     candidate = best[:, :1, 0]  # the anchor is before all candidates of column 0
     chosen = [candidate]
@@ -109,10 +138,9 @@ def _noisy(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
     return scores * scales(batch, scores.dtype)[:, None, None] + noise_of(scores, starts, batch)
 
 
-def _draw_filtered(scores: Tensor, ids: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the candidates [R, C, K before] drawn with filters and noise, one for each candidate before."""
-    scaled = scores * scales(batch, scores.dtype)[:, None, None, None]
-    likely = keep_likely(scaled.flatten(1, 2), batch).view(scores.shape)
+def draw_scores(scaled: Tensor, ids: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return the scores [R, C, K before, K] by which candidates are drawn with filters and noise."""
+    likely = keep_likely(scaled.flatten(1, 2), batch).view(scaled.shape)
     positions = starts[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)
-    noise = gumbel_at(batch.integers(Whole.SEED), positions, ids, scores.dtype)  # [R, C, K]
-    return (likely + noise[:, :, None]).argmax(dim=-1)
+    noise = gumbel_at(batch.integers(Whole.SEED), positions, ids, scaled.dtype)  # [R, C, K]
+    return likely + noise[:, :, None]

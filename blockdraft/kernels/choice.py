@@ -18,7 +18,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 Operation = Literal[
     "attention", "slots", "products", "packed products", "gated products", "gated tiles", "norms",
     "activations", "heads", "heads' gates", "gated delta", "gated norms", "routing", "experts",
-    "sampling", "acceptance", "block convolutions", "candidates", "lookup",
+    "sampling", "acceptance", "block convolutions", "candidates", "trees", "lookup",
 ]  # fmt: skip
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Operations that a CUDA graph cannot capture: their references read numbers from the device, or branch on the

@@ -45,6 +45,7 @@ class Slots(NamedTuple):
 
 
 NormRopeWrite = Callable[[Tensor | None, Tensor, Tensor, HeadNorms | None, Angles, Slots], Tensor | None]
+CopySlots = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 GateHeads = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -65,6 +66,12 @@ def write(k: Tensor, v: Tensor, slots: Slots) -> None:
     )
     slots.keys.index_copy_(1, slots.slot_ids, k.transpose(0, 1))
     slots.values.index_copy_(1, slots.slot_ids, v.transpose(0, 1))
+
+
+def reference_copy_slots(keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy slots of keys and values [G, S, D]. No target is another's source; 0 to 0 may repeat."""
+    for stored in (keys, values):
+        stored.index_copy_(1, targets, stored.index_select(1, sources))
 
 
 def reference_gate_heads(x: Tensor, gate: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from blockdraft.kernels import (
     packed,
     pointwise,
     sampling,
+    tree,
 )
 from blockdraft.kernels import linear as products
 from blockdraft.kernels import ngram_lookup as ngram_lookup
@@ -29,11 +30,13 @@ from blockdraft.kernels.pick.choosing import (
     pick_choose,
     pick_forbid,
     pick_ngram_lookup,
+    pick_trees,
     pick_walk,
 )
 from blockdraft.kernels.pick.mixtures import pick_experts, pick_route
 from blockdraft.kernels.pick.pointwise import (
     pick_block_convs,
+    pick_copy_slots,
     pick_gate_heads,
     pick_gate_mul,
     pick_norm_rope_write,
@@ -68,6 +71,7 @@ class Kernels:
     int8_linear: int8.Int8Multiply
     int8_look_up: int8.Int8LookUp
     norm_rope_write: heads.NormRopeWrite
+    copy_slots: heads.CopySlots
     gate_heads: heads.GateHeads
     attend: attention.Attend
     locate: attention.Locate | None
@@ -87,7 +91,9 @@ class Kernels:
     advance: acceptance.Advance
     conv_before: block_conv.ConvBefore
     conv_after: block_conv.ConvAfter
-    walk: candidates.Walk
+    walk: candidates.WalkCandidates
+    weigh: tree.Weigh
+    grow: tree.Grow
     lookup: ngram_lookup.Lookup
     remember: ngram_lookup.Remember
 
@@ -137,6 +143,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = pick_int8(at)
     scan, fold = pick_scan(at)
     count_accepted, draw_accepted, advance = pick_acceptance(at)
+    weigh, grow = pick_trees(at)
     lookup, remember = pick_ngram_lookup(at)
     conv_before, conv_after = pick_block_convs(at, linear, rms_norm)
     return Kernels(
@@ -151,6 +158,7 @@ def _assembled(at: Available) -> Kernels:
         int8_linear=int8_linear,
         int8_look_up=int8_look_up,
         norm_rope_write=pick_norm_rope_write(at, rms_norm, rotate),
+        copy_slots=pick_copy_slots(at),
         gate_heads=pick_gate_heads(at),
         attend=pick_attend(at),
         locate=pick_locate(at),
@@ -171,6 +179,8 @@ def _assembled(at: Available) -> Kernels:
         conv_before=conv_before,
         conv_after=conv_after,
         walk=pick_walk(at),
+        weigh=weigh,
+        grow=grow,
         lookup=lookup,
         remember=remember,
     )

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from blockdraft.kernels.pointwise import GateMul, RmsNorm, reference_gate_mul, reference_rms_norm, sigmoid
 
+ExpertCode = Literal["mxfp4", "nvfp4", "int4"]
 Weighing = Literal["all", "renormalised", "chosen"]
 
 SLOPE = 1.702  # of the sigmoid in a clamped SwiGLU
 
-FP4_GROUP = 32  # columns that share a scale in MXFP4
+FP4_GROUPS = {"mxfp4": 32, "nvfp4": 16}  # columns that share a scale
 MIN_COLUMNS = 16  # the fewest columns of one step of a product
 
 
@@ -63,14 +64,21 @@ class Matrices(NamedTuple):
     """A stored matrix [rows, columns] for each of X experts; the last dimension is contiguous.
 
     values [X, rows, columns] are in the activations' dtype, or fp8 (e4m3) or int8 with scales. Or they are
-    uint8 with two E2M1 codes in each byte, the first in its low half, and an e8m0 scale per 32 columns.
-    scale [X, row blocks, column blocks] has one scale per block of `block` = (rows, columns). bias [X, rows].
+    uint8 with two 4-bit codes in each byte, the first in its low half. scale [X, row blocks, column blocks]
+    has one scale per block of `block` = (rows, columns). bias [X, rows].
+
+    Codes are E2M1 with e8m0 scales of 32 columns (MXFP4), or with fp8 scales of 16 columns, which `second`
+    [X, 1, 1] multiplies or divides (NVFP4); or integers less `zero`, uint8 of the scale's shape, or 8 (int4).
     """
 
     values: Tensor
     scale: Tensor | None = None
     block: tuple[int, int] = (1, 1)
     bias: Tensor | None = None
+    code: ExpertCode | None = None
+    zero: Tensor | None = None
+    second: Tensor | None = None  # float32
+    is_divisor: bool = False
 
 
 class ExpertProduct(Protocol):

@@ -1,4 +1,4 @@
-"""Weights of 4-bit codes in the order in which a GPU's lanes read them, made once when a weight is loaded.
+"""Packed weights in the order in which a GPU's lanes read them, made once when a weight is loaded.
 
 Words hold a tile of 16 rows and a chunk of 64 columns together. Each of 32 lanes has four words in a row: for
 row g and for row g + 8, with g = lane // 4, one word of the even and one of the odd columns that the tensor
@@ -8,6 +8,9 @@ first, and signs fill the bits that are left, so that some codes are extracted b
 
 Scales are a word for each row and group of columns: of integers the scale in 16 bits, below the bits of
 -(128 + zero) in bfloat16; of NVFP4, the four scales of a chunk; of MXFP4, the two of a chunk in bfloat16.
+
+GGUF's Q4_0 is integers in groups of 32 with the zero point 8. Q4_1 has a minimum in float16 above a scale.
+Q8_0 has a chunk's words of the low halves of its codes, plus 128, then those of the high halves.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.packed_speeds import MEASURED, Code
+from blockdraft.kernels.packed_speeds import MEASURED, NOT_MEASURED, Code, KernelSpeed
 from blockdraft.kernels.pointwise import Gate
 
 TILE = 16  # rows that are stored together
@@ -33,7 +36,7 @@ class PackedWords(NamedTuple):
     """A weight [rows, columns] in words; see the module."""
 
     code: Code
-    words: Tensor  # int32 [rows / 16, columns / 64, 32, 4]
+    words: Tensor  # int32 [rows / 16, columns / 64, 32, 4]; of Q8_0 [rows / 16, columns / 64, 2, 32, 4]
     scales: Tensor  # int32 [tiles, groups, 16], the rows of a tile in the order 0, 8, 1, 9 …
     group: int  # columns of a word of scales
     is_half: bool = False  # scales of integers are float16, else bfloat16
@@ -43,15 +46,26 @@ class PackedWords(NamedTuple):
     is_divisor: bool = False
     factors: Tensor | None = None  # float32 [columns]: multiply the columns
     pieces: Tensor | None = None  # int32 [rows]: the second factor in two pieces, for fast widening of NVFP4
+    values: Tensor | None = None  # [rows, columns]: the unpacked weight, if memory holds both forms
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.words.shape[0] * TILE, self.words.shape[1] * CHUNK
 
     @property
+    def arithmetic(self) -> Code:
+        """Return the code whose operations widen this one."""
+        return "int4" if self.code == "q4_0" else self.code
+
+    @property
+    def is_float(self) -> bool:
+        return self.code in ("nvfp4", "mxfp4")
+
+    @property
     def is_fast(self) -> bool:
         """Return whether bfloat16 arithmetic gives the bits of `dequantise`."""
-        return self.factors is None and (self.code != "nvfp4" or self.pieces is not None)
+        has_pieces = self.code != "nvfp4" or self.pieces is not None
+        return self.factors is None and has_pieces and self.code not in ("q4_1", "q8_0")
 
     def rows(self, begin: int, end: int) -> PackedWords:
         """Return the rows from `begin` to `end`, which are multiples of TILE."""
@@ -62,6 +76,7 @@ class PackedWords(NamedTuple):
             scales=self.scales[begin // TILE : end // TILE],
             second=None if self.second is None else self.second[begin:end],
             pieces=None if self.pieces is None else self.pieces[begin:end],
+            values=None if self.values is None else self.values[begin:end],
         )
 
 
@@ -71,11 +86,11 @@ PackedMultiply: TypeAlias = Callable[
 ]
 
 
-def most_tokens(code: Code, device: torch.device) -> int:
-    """Return the most tokens that the kernel multiplies by weights of this code; 0 if it was not measured."""
+def speed_of(code: Code, device: torch.device) -> KernelSpeed:
+    """Return what was measured of the kernel and this code on such a device."""
     has_card = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if has_card else (0, 0)
-    return MEASURED.get((capability, code), 0)
+    return MEASURED.get((capability, code), NOT_MEASURED)
 
 
 def why_not_packed(rows: int, columns: int, group: int) -> str | None:
@@ -155,6 +170,30 @@ def read_int4_scales(scales: Tensor, *, is_half: bool) -> tuple[Tensor, Tensor]:
     words = by_row(scales)
     halves = words.view(torch.int16).view(*words.shape, 2)
     return halves[..., 0].contiguous().view(dtype), (halves[..., 1] & 0x7F).to(torch.uint8)
+
+
+def pack_bytes(codes: Tensor) -> Tensor:
+    """Return codes uint8 [rows, columns] as words of their low halves and words of their high halves."""
+    halves = (codes & 15, codes >> 4)
+    return torch.stack([pack_words(half, is_float=False) for half in halves], dim=2)
+
+
+def unpack_bytes(words: Tensor) -> Tensor:
+    """Return the codes uint8 [rows, columns]; the inverse of `pack_bytes`."""
+    low, high = (unpack_words(half, is_float=False) for half in words.unbind(2))
+    return low | high << 4
+
+
+def pair_words(numbers: Tensor) -> Tensor:
+    """Return words [tiles, groups, 16] of one or two float16 numbers [rows, groups, 1 or 2]."""
+    low, high = numbers[..., 0], numbers[..., -1] if numbers.shape[-1] == 2 else numbers[..., 0] * 0
+    return by_lane(torch.stack((low, high), dim=-1).view(torch.int32)[..., 0])
+
+
+def read_pair_words(words: Tensor) -> Tensor:
+    """Return float16 numbers [rows, groups, 2]; the inverse of `pair_words`."""
+    rows = by_row(words)
+    return rows.view(torch.float16).view(*rows.shape, 2)
 
 
 def fp4_scales(scale: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ one function. The order of the steps is vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,25 +63,81 @@ class Allowed:
     counts: Tensor  # [R] int32: the number of constrained columns, from the first on; 0: no structured output
 
 
-Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
-Forbid = Callable[[Tensor, Allowed], None]
+class Places(NamedTuple):
+    """The places of a stream of N tokens: token n is in column columns[n] of row rows[n] of R rows.
+
+    A tree of drafts will add each token's parent; in a chain that is the column before.
+    """
+
+    rows: Tensor  # [N] int64
+    columns: Tensor  # [N] int64
+    offsets: Tensor  # [R + 1] int64: tokens [offsets[r], offsets[r + 1]) are in row r
+    num_columns: int  # no row has more
+
+    def take(self, box: Tensor) -> Tensor:
+        """Return the entries [N, ...] at these places of a box [R, C, ...], which may have more columns."""
+        return box.flatten(0, 1)[self.rows * box.shape[1] + self.columns]
+
+    def put(self, stream: Tensor) -> Tensor:
+        """Return a box [R, C, ...] with the stream's entries at these places, and zeros elsewhere."""
+        num_rows = len(self.offsets) - 1
+        box = stream.new_zeros(num_rows * self.num_columns, *stream.shape[1:])
+        box[self.rows * self.num_columns + self.columns] = stream
+        return box.view(num_rows, self.num_columns, *stream.shape[1:])
 
 
-def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
-    """Set logits [R, C, V] to NEVER for tokens that the constrained columns may not choose."""
+def places_of(offsets: Tensor, num_tokens: int, num_columns: int) -> Places:
+    """Return the places of a stream in which tokens [offsets[r], offsets[r + 1]) belong to row r."""
+    token = torch.arange(num_tokens, device=offsets.device)
+    row = torch.searchsorted(offsets[1:], token, right=True)
+    return Places(row, token - offsets[row], offsets, num_columns)
+
+
+class Choose(Protocol):
+    """Chooses tokens, as `reference_choose` does."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        starts: Tensor,
+        recent: Tensor,
+        batch: SamplingBatch,
+        places: Places | None = None,
+    ) -> Tensor: ...
+
+
+class Forbid(Protocol):
+    """Forbids tokens, as `reference_forbid` does."""
+
+    def __call__(self, logits: Tensor, allowed: Allowed, places: Places | None = None) -> None: ...
+
+
+def reference_forbid(logits: Tensor, allowed: Allowed, places: Places | None = None) -> None:
+    """Set logits [R, C, V] to NEVER for tokens that the constrained columns may not choose.
+
+    With `places`, the logits are a stream [N, V] of some of the columns.
+    """
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    is_allowed = (allowed.words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
-    columns = torch.arange(logits.shape[1], device=logits.device)
+    words, columns = allowed.words, torch.arange(allowed.words.shape[1], device=logits.device)
     is_constrained = columns < allowed.counts[:, None]  # [R, C]
+    if places is not None:
+        words, is_constrained = places.take(words), places.take(is_constrained)
+    is_allowed = (words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
     logits.masked_fill_((is_allowed == 0) & is_constrained[..., None], NEVER)
 
 
-def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+def reference_choose(
+    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, places: Places | None = None
+) -> Tensor:
     """Choose tokens [R, C]: column c of logits [R, C, V] chooses the token at position starts[r] + 1 + c.
 
     The tokens `recent` [R, J] are at positions starts[r], starts[r] + 1, …, and the tables do not count them
-    yet: column c counts the first min(c + 1, J) of them.
+    yet: column c counts the first min(c + 1, J) of them. With `places`, the logits are a stream [N, V] of
+    some of the columns, and the tokens are a stream [N].
     """
+    if places is not None:
+        box = places.put(logits)
+        return places.take(reference_choose(box, starts, recent, batch))
     scores = adjusted(logits, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
     if not batch.needs.random:

@@ -43,7 +43,7 @@ VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
 OUR_PREFIXES = ("DFLASH_", "TQ_")  # an unknown name with this prefix is misspelt
 OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # variables that other code reads
 # QUANTIZATION for our own engine: the formats that it makes; STORED_FORMATS are formats of checkpoints.
-MADE_HERE = ("fp8", "int8", "none")
+MADE_HERE = ("fp8", "int8", "int4", "none")
 STORED_FORMATS = (
     "modelopt",
     "compressed-tensors",

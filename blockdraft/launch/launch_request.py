@@ -226,6 +226,8 @@ def _check(order: LaunchRequest) -> None:
         ("draft_kv_dtype", order.changed("draft_kv_dtype"), compressed),
         ("kv_window", order.changed("kv_window"), compressed),
         ("prefix_state_bytes", order.changed("prefix_state_bytes"), "only our own engine saves such states"),
+        ("prefix_disk", settings.prefix_disk != "off", "only our own engine keeps prefixes on disk"),
+        ("prefix_disk_bytes", order.changed("prefix_disk_bytes"), "only our own engine has such a folder"),
         (
             "kv_dtype",
             settings.kv_dtype in OUR_KV_DTYPES,

@@ -34,7 +34,6 @@ SHOWN_LINES = 8
 WARM_TOKENS = 24
 _SPECULATION = {"vllm": "vllm:spec_decode_num_drafts", "sglang": "sglang:spec_"}
 
-log = logging.getLogger("blockdraft")
 output_log = logging.getLogger("blockdraft.engine")
 
 

@@ -126,9 +126,9 @@ def read_holders(
     return tuple(holder for holder in ask(visible_gpus(), index) if holder.pid != os.getpid())
 
 
-def process_name(pid: int, root: Path = ROOT) -> str:
+def process_name(pid: int) -> str:
     """Return the program name of a process; "" if it is unreadable."""
-    return read_text(root / f"proc/{pid}/comm").strip()
+    return read_text(ROOT / f"proc/{pid}/comm").strip()
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ Family = Literal[
 ]
 
 # How weights are stored. keep: as in the file; none: in the model's dtype; else: quantised at load time.
-Storage = Literal["keep", "none", "fp8", "int8"]
+Storage = Literal["keep", "none", "both", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
 DraftKind = Literal["dflash", "dflash2", "dspark", "xpress", "domino", "lilicorr"]
+TREE_KINDS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark")  # their scores need no chosen drafts
 KIND_NAMES: dict[DraftKind, str] = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",

@@ -22,6 +22,7 @@ class Linear(KernelModule):
     """x W^T + b; W [sum(parts), inputs], plain or Packed, may stack several projections of one input."""
 
     weight: nn.Parameter | Packed
+    why_unpacked = ""  # set by the loader: why a packed weight of the file has no packed form here
 
     def __init__(self, inputs: int, *parts: int, bias: bool = False) -> None:
         super().__init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from blockdraft.models.config import ModelConfig, MoEConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.packed import Packed, Scaled, Stacked
-from blockdraft.models.packed_groups import Fp4Groups
+from blockdraft.models.packed_groups import Fp4Groups, IntGroups
 
 _SILU = Activation("silu")
 
@@ -62,9 +64,24 @@ def _stored(weight: Tensor | Packed) -> Matrices | None:
         if weight.block[0] >= values.shape[1]:  # all rows have the same scale
             return Matrices(values, scale.expand(-1, values.shape[1], -1), (1, weight.block[1]))
         return Matrices(values, scale, weight.block)
-    if isinstance(weight, Fp4Groups) and weight.has_group_scales_only:
-        return Matrices(_by_expert(weight.codes, 3), _by_expert(weight.scale, 3), (1, weight.group_size))
+    if isinstance(weight, Fp4Groups) and weight.column_factors is None:
+        return _stored_fp4(weight)
+    if isinstance(weight, IntGroups) and weight.bits == 4 and weight.group_index is None:
+        codes, scale = _by_expert(weight.codes, 3), _by_expert(weight.scale, 3)
+        zero = None if weight.zero is None else _by_expert(weight.zero, 3)
+        return Matrices(codes, scale, (1, weight.group_size), code="int4", zero=zero)
     return None
+
+
+def _stored_fp4(weight: Fp4Groups) -> Matrices | None:
+    codes, scale, block = _by_expert(weight.codes, 3), _by_expert(weight.scale, 3), (1, weight.group_size)
+    second = weight.multiplier if weight.divisor is None else weight.divisor
+    if scale.dtype == torch.float8_e8m0fnu:
+        return Matrices(codes, scale, block, code="mxfp4") if second is None else None
+    if second is None or (weight.multiplier is not None and weight.divisor is not None):
+        return None
+    second, is_divisor = _by_expert(second, 3), weight.divisor is not None
+    return Matrices(codes, scale, block, code="nvfp4", second=second, is_divisor=is_divisor)
 
 
 def _by_expert(tensor: Tensor, num_dims: int) -> Tensor:
@@ -77,8 +94,15 @@ def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
     values = torch.split(matrices.values, counts, 1)
     if matrices.scale is None:
         return [matrices._replace(values=part) for part in values]
-    scales = torch.split(matrices.scale, [-(-count // matrices.block[0]) for count in counts], 1)
-    return [matrices._replace(values=part, scale=scale) for part, scale in zip(values, scales, strict=True)]
+    heights = [-(-count // matrices.block[0]) for count in counts]
+    scales = torch.split(matrices.scale, heights, 1)
+    zeros: Sequence[Tensor | None] = [None] * len(counts)
+    if matrices.zero is not None:
+        zeros = torch.split(matrices.zero, heights, 1)
+    return [
+        matrices._replace(values=part, scale=scale, zero=zero)
+        for part, scale, zero in zip(values, scales, zeros, strict=True)
+    ]
 
 
 class Experts(KernelModule):

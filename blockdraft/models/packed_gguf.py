@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdraft.models.packed import Buffered
 
 _SUPER = 256  # values in a block of a K-quant
+_SLICE = 1 << 14  # blocks whose scales are checked at a time, so that copies take no memory worth naming
 
 
 class GgufPacked(Buffered):
@@ -32,6 +33,12 @@ class GgufPacked(Buffered):
 
     def format(self) -> tuple[object, ...]:
         return (type(self), self.quantization)
+
+    @property
+    def type_name(self) -> str:
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.quantization).name)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         return unpack(self.raw, self.quantization).view(self.shape).to(dtype)
@@ -59,6 +66,43 @@ def unpack(raw: Tensor, quantization: int) -> Tensor:
         return _UNPACKERS[kind.name](blocks).flatten()
     values = dequantize(blocks.cpu().numpy(), kind)
     return torch.from_numpy(np.asarray(values, np.float32)).flatten().to(raw.device)
+
+
+# ---- the parts of blocks of 32 values, for kernels that read them in another order
+
+Q4_0, Q4_1, Q8_0 = 2, 3, 8  # ggml's numbers
+# Bytes of a block, and of its float16 numbers, which come first.
+_BYTES = {Q4_0: (18, 2), Q4_1: (20, 4), Q8_0: (34, 2)}
+
+
+def has_finite_scales(raw: Tensor, quantization: int) -> bool:
+    """Return whether scales and minimums on a CPU are numbers; True for other types than these three."""
+    if quantization not in _BYTES:
+        return True
+    num_bytes, begin = _BYTES[quantization]
+    blocks = raw.reshape(-1, num_bytes).numpy()
+    slices = (blocks[i : i + _SLICE, :begin] for i in range(0, len(blocks), _SLICE))
+    return all(bool(np.isfinite(np.ascontiguousarray(one).view(np.float16)).all()) for one in slices)
+
+
+def gguf_parts(raw: Tensor, quantization: int) -> tuple[Tensor, Tensor]:
+    """Return codes uint8 [rows, columns], and float16 numbers [rows, columns / 32, 1 or 2] of raw blocks.
+
+    Codes of Q8_0 are 128 more than the stored ones. The numbers are a scale, and in Q4_1 a minimum.
+    """
+    num_bytes, begin = _BYTES[quantization]
+    blocks = raw.reshape(raw.shape[0], -1, num_bytes)
+    numbers, stored = blocks[..., :begin].contiguous().view(torch.float16), blocks[..., begin:]
+    codes = stored ^ 0x80 if quantization == Q8_0 else torch.cat((stored & 15, stored >> 4), dim=-1)
+    return codes.flatten(1), numbers
+
+
+def gguf_blocks(codes: Tensor, numbers: Tensor, quantization: int) -> GgufPacked:
+    """Return the weight of these parts; the inverse of `gguf_parts`."""
+    blocks = codes.view(codes.shape[0], -1, 32)
+    stored = blocks ^ 0x80 if quantization == Q8_0 else blocks[..., :16] | blocks[..., 16:] << 4
+    raw = torch.cat((numbers.contiguous().view(torch.uint8), stored), dim=-1)
+    return GgufPacked(raw.flatten(1), quantization)
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -73,6 +73,25 @@ class IntGroups(Buffered):
         return groups.gather(-1, index)
 
 
+INT4_GROUPS = (128, 64, 32, 16)  # columns with a scale; the first that divides a row
+
+
+def quantise_int4(weight: Tensor) -> IntGroups:
+    """Round [..., rows, columns] to the nearest of 16 multiples of a scale in bfloat16 for each group."""
+    columns = weight.shape[-1]
+    group = next((size for size in INT4_GROUPS if columns % size == 0), None)
+    if group is None:
+        raise ModelError(f"a weight has rows of {columns} values: int4 takes groups of 16. Use int8.")
+    values = weight.float().reshape(*weight.shape[:-1], -1, group)
+    peak = values.abs().amax(dim=-1)
+    if not bool(torch.isfinite(peak).all()):
+        raise ModelError("a weight holds infinite or undefined values and cannot be quantised.")
+    scale = torch.where(peak > 0, peak / 7.5, torch.ones_like(peak)).clamp(min=2.0**-100).to(torch.bfloat16)
+    codes = (values / scale.float()[..., None]).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(-2)
+    buffers = {"codes": pack_nibbles(codes), "scale": scale, "zero": None, "group_index": None}
+    return IntGroups(tuple(weight.shape), buffers, bits=4, group_size=group)
+
+
 class Fp4Groups(Buffered):
     """A weight of E2M1 values times one scale per group of columns: 16 in NVFP4, 32 in MXFP4.
 
@@ -106,7 +125,7 @@ class Fp4Groups(Buffered):
 
     @property
     def has_group_scales_only(self) -> bool:
-        """True if it has no other factors; MXFP4 has none, and the GPU's kernel for experts requires it."""
+        """True if it has no other factors, as MXFP4."""
         return self.multiplier is None and self.divisor is None and self.column_factors is None
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:

@@ -1,8 +1,11 @@
-"""Words: a weight of 4-bit codes in the order in which a GPU's kernel reads it (see kernels/packed.py)."""
+"""Words: a weight of 4-bit codes in the order in which a GPU's kernel reads it (see kernels/packed.py).
+
+It may hold the unpacked values, too: both forms give the same bits, so each product takes the faster one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,18 +17,25 @@ from blockdraft.kernels.packed import (
     by_row,
     fp4_scales,
     int4_scales,
-    most_tokens,
+    pack_bytes,
     pack_words,
+    pair_words,
     read_fp4_scales,
     read_int4_scales,
+    read_pair_words,
+    speed_of,
     split_factors,
+    unpack_bytes,
     unpack_words,
     why_not_packed,
 )
-from blockdraft.kernels.packed_speeds import CODES
+from blockdraft.kernels.packed_speeds import CODES, Code
 from blockdraft.kernels.pointwise import Gate
 from blockdraft.models.packed import Packed, Stacked
+from blockdraft.models.packed_gguf import Q4_0, Q4_1, Q8_0, GgufPacked, gguf_blocks, gguf_parts
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, pack_nibbles, unpack_nibbles
+
+GGUF: Mapping[Code, int] = {"q4_0": Q4_0, "q4_1": Q4_1, "q8_0": Q8_0}
 
 
 class Words(Packed):
@@ -44,10 +54,12 @@ class Words(Packed):
     def weight(self) -> PackedWords:
         return PackedWords(**self._layout, **self._buffers)  # type: ignore[arg-type]
 
-    def stored(self) -> IntGroups | Fp4Groups:
-        """Return the weight in groups, as it was before it was packed."""
+    def stored(self) -> IntGroups | Fp4Groups | GgufPacked:
+        """Return the weight in groups or blocks, as it was before it was packed."""
         one = self.weight
-        codes = pack_nibbles(unpack_words(one.words, is_float=one.code != "int4"))
+        if one.code in GGUF:
+            return _blocks(one)
+        codes = pack_nibbles(unpack_words(one.words, is_float=one.is_float))
         if one.code == "int4":
             scale, zero = read_int4_scales(one.scales, is_half=one.is_half)
             buffers = {"codes": codes, "scale": scale, "zero": zero, "group_index": None}
@@ -62,7 +74,16 @@ class Words(Packed):
         )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        return self.stored().dequantise(dtype)
+        values = self.weight.values
+        return values if values is not None and values.dtype == dtype else self.stored().dequantise(dtype)
+
+    def with_values(self, dtype: torch.dtype) -> Words:
+        """Return the weight with its unpacked values."""
+        if not self.weight.words.is_cuda:
+            return Words(self.weight._replace(values=self.dequantise(dtype)))
+        from blockdraft.kernels.triton.packed import unpack
+
+        return Words(self.weight._replace(values=unpack(self.weight, dtype)))
 
     def matmul(
         self,
@@ -116,13 +137,13 @@ def why_no_words(weight: Packed, dtype: torch.dtype, device: torch.device) -> st
 def _measured_words(weight: Packed, dtype: torch.dtype, device: torch.device) -> Words | str:
     parts = weight.members() if isinstance(weight, Stacked) else [weight]
     if dtype not in (torch.bfloat16, torch.float16) or not all(
-        isinstance(part, IntGroups | Fp4Groups) for part in parts
+        isinstance(part, IntGroups | Fp4Groups | GgufPacked) for part in parts
     ):
         return ""
-    if not any(most_tokens(code, device) for code in CODES):
+    if not any(speed_of(code, device).unpacking for code in CODES):
         return ""
     words = pack_for_kernel(weight)
-    is_measured = isinstance(words, str) or most_tokens(words.weight.code, device) > 0
+    is_measured = isinstance(words, str) or speed_of(words.weight.code, device).unpacking > 0
     return words if is_measured else ""
 
 
@@ -144,6 +165,8 @@ def pack_for_kernel(weight: Packed) -> Words | str:
         return _pack_int4([part for part in parts if isinstance(part, IntGroups)])
     if all(isinstance(part, Fp4Groups) for part in parts):
         return _pack_fp4([part for part in parts if isinstance(part, Fp4Groups)])
+    if all(isinstance(part, GgufPacked) for part in parts):
+        return _pack_gguf([part for part in parts if isinstance(part, GgufPacked)])
     return "no kernel reads the format, or parts of several formats"
 
 
@@ -174,6 +197,31 @@ def _pack_int4(parts: list[IntGroups]) -> Words | str:
             is_half=first.scale.dtype == torch.float16,
         )
     )
+
+
+def _pack_gguf(parts: list[GgufPacked]) -> Words | str:
+    kinds = {part.quantization for part in parts}
+    code = next((code for code, kind in GGUF.items() if kinds == {kind}), None)
+    if code is None:
+        return f"blocks of {' and '.join(sorted({part.type_name for part in parts}))}"
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    why = why_not_packed(rows, columns, 32)
+    if why is not None:
+        return why
+    codes, numbers = gguf_parts(torch.cat([part.raw for part in parts]), GGUF[code])
+    scales = int4_scales(numbers[..., 0], None) if code == "q4_0" else pair_words(numbers)
+    words = pack_bytes(codes) if code == "q8_0" else pack_words(codes, is_float=False)
+    return Words(PackedWords(code, words, scales, 32, is_half=True))
+
+
+def _blocks(one: PackedWords) -> GgufPacked:
+    """Return the blocks of a GGUF file that were packed."""
+    codes = unpack_bytes(one.words) if one.code == "q8_0" else unpack_words(one.words, is_float=False)
+    if one.code == "q4_0":
+        numbers = read_int4_scales(one.scales, is_half=True)[0][..., None]
+    else:
+        numbers = read_pair_words(one.scales)[..., : 2 if one.code == "q4_1" else 1]
+    return gguf_blocks(codes, numbers, GGUF[one.code])
 
 
 def _pack_fp4(parts: list[Fp4Groups]) -> Words | str:

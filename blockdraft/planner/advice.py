@@ -300,11 +300,12 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
     """Yield changes that take less memory and serve the same requests."""
     is_native, pair = case.settings.engine == "native", case.pair
     fewer_bits = "fp8" if case.machine.gpu_bytes and case.settings.device != "cpu" else "int8"
-    if pair.target.stored.method is None and case.settings.quantization in ("auto", "none"):
-        if is_native or fewer_bits == "fp8":
-            yield f"--quantization {fewer_bits}", case.asking(quantization=fewer_bits)
-    elif is_native and case.settings.quantization == "none":
+    method, asked = pair.target.stored.method, case.settings.quantization
+    if is_native and method is not None and asked in ("none", "both"):
         yield "--quantization keep", case.asking(quantization="keep")
+    makes = method in (None, "GGUF") if is_native else method is None and fewer_bits == "fp8"
+    if asked in ("auto", "none") and makes:
+        yield f"--quantization {fewer_bits}", case.asking(quantization=fewer_bits)
     if pair.draft is not None and pair.draft.stored.method is None and is_native:
         yield f"--draft-quantization {fewer_bits}", case.asking(draft_quantization=fewer_bits)
     if case.settings.kv_dtype == "auto":

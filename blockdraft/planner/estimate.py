@@ -20,13 +20,14 @@ import math
 from dataclasses import astuple, dataclass, replace
 
 from blockdraft.cache.spec import Recurrent, Windowed
-from blockdraft.kernels.packed_speeds import MEASURED
+from blockdraft.kernels.packed_speeds import MEASURED, NOT_MEASURED, KernelSpeed
 from blockdraft.machine.cards import Card
 from blockdraft.models.mtp_config import MtpConfig
 from blockdraft.planner.kv_formats import token_bytes
-from blockdraft.planner.memory import cache_specs
+from blockdraft.planner.memory import cache_specs, held_parts
 from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
+from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Shape
 from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.acceptance_profile import acceptance_rates
@@ -77,10 +78,12 @@ class Step:
 
 def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
     """Estimate one step; `width` 1 is plain decoding, without the drafter."""
-    tokens, parts, target = rows * width, fit.parts[0], pair.target.shape
+    tokens, target = rows * width, pair.target.shape
+    parts = _read_parts(fit, pair, card, tokens=tokens)
     is_unpacked, sizes = unpacks_weights(fit, pair, card), cache_token_bytes(fit, pair)
     choosing = rows * (1 + INDEPENDENT_SHARE * (width - 1))
-    dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
+    stream = _speed(pair, card).stream
+    dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked, stream=stream)
     experts = expert_products(parts, target, card, tokens=tokens, choosing=choosing, is_unpacked=is_unpacked)
     attended = rows * attended_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
@@ -100,6 +103,20 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     weight_bytes, flops = dense.num_bytes + experts.num_bytes, dense.flops + experts.flops
     cache_bytes = attended + rows * state_bytes(target)
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
+
+
+def _speed(pair: Pair, card: Card) -> KernelSpeed:
+    """Return what was measured of the kernel that reads the target's code."""
+    code = pair.target.code
+    return NOT_MEASURED if code is None else MEASURED.get((card.capability, code), NOT_MEASURED)
+
+
+def _read_parts(fit: Fit, pair: Pair, card: Card, *, tokens: int) -> WeightParts:
+    """Return the bytes of the target's weights that a step reads: of two forms, the faster one's."""
+    plan = fit.plan
+    if plan is None or plan.quantization != "both" or tokens > _speed(pair, card).plain:
+        return fit.parts[0]
+    return held_parts(pair.target, "keep", ELEMENT_BYTES[plan.dtype])
 
 
 def unpacks_weights(fit: Fit, pair: Pair, card: Card | None) -> bool:
@@ -147,9 +164,9 @@ def served_per_s(
     return step.rows * answer / (first_s + answer / committed_per_step * step_s)
 
 
-def _stream(card: Card, *, is_packed: bool = False) -> float:
+def _stream(card: Card) -> float:
     """Return the bytes a second at which weights are read."""
-    return card.bandwidth * STREAM_SHARE * (PACKED_SHARE if is_packed else 1.0)
+    return card.bandwidth * STREAM_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +193,27 @@ class Products:
 
 
 def _products(
-    card: Card, num_bytes: int, flops: float, share: float, *, is_packed: bool, unpacked: float = 0.0
+    card: Card,
+    num_bytes: int,
+    flops: float,
+    share: float,
+    *,
+    is_packed: bool,
+    unpacked: float = 0.0,
+    stream: float = 1.0,
 ) -> Products:
-    """`share`: of the card's arithmetic. `unpacked`: the number of values that are unpacked first."""
-    read_s = num_bytes / _stream(card, is_packed=is_packed) + UNPACK_BYTES * unpacked / _stream(card)
+    """`share`: of the card's arithmetic. `unpacked`: the number of values that are unpacked first.
+
+    `stream`: the share of a copy's bandwidth that a kernel of packed weights was measured to reach.
+    """
+    share_read = min(PACKED_SHARE, stream) if is_packed else 1.0
+    read_s = (num_bytes / share_read + UNPACK_BYTES * unpacked) / _stream(card)
     return Products(num_bytes, flops, read_s, flops / (card.bf16_flops * share))
 
 
-def _dense(parts: WeightParts, shape: Shape, card: Card, *, tokens: int, is_unpacked: bool) -> Products:
+def _dense(
+    parts: WeightParts, shape: Shape, card: Card, *, tokens: int, is_unpacked: bool, stream: float = 1.0
+) -> Products:
     """Return the products with the head, and with all weights of the layers but the experts."""
     values = layer_values(parts, shape)
     return _products(
@@ -193,6 +223,7 @@ def _dense(parts: WeightParts, shape: Shape, card: Card, *, tokens: int, is_unpa
         COMPUTE_SHARE,
         is_packed=parts.layers < 1.5 * values,
         unpacked=values if is_unpacked else 0.0,
+        stream=stream,
     )
 
 

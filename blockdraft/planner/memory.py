@@ -14,6 +14,7 @@ from blockdraft.cache.spec import (
     compressed,
     exact_bytes_per_token,
     row_table_bytes,
+    tree_bytes_per_token,
 )
 from blockdraft.models.config import Storage
 from blockdraft.models.mtp_config import MtpConfig
@@ -25,6 +26,7 @@ from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
 SCALE_BYTES = 4  # for each row of a matrix that we quantise
+INT4_BYTES = 0.5 + 4 / 128  # of a value, with its share of a group's scale and zero point
 _ACTIVATIONS = 8  # approximate number of a token's hidden states that exist at once in a prefill
 
 
@@ -46,10 +48,16 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
     assert values is not None, "our engine computes no such model"
     plain = values.plain * element_bytes + values.wide * (max(element_bytes, 4) - element_bytes)
     ends = (values.embedding * element_bytes, values.head * element_bytes)
-    if storage == "none":
-        return WeightParts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
+    if storage in ("none", "both"):
+        layers = values.projections * element_bytes + plain
+        if storage == "both":
+            stored = stored_parts(model.stored.sizes, plain_bytes=element_bytes).layers - plain
+            layers += max(stored, int(values.projections * INT4_BYTES))
+        return WeightParts(*ends, layers, values.experts * element_bytes)
     if storage == "int8" and element_bytes == 4:  # int8 on a CPU includes embedding and head
         ends = (values.embedding, values.head)
+    if storage == "int4":
+        return WeightParts(*ends, int(values.projections * INT4_BYTES) + plain)
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
     return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 
@@ -95,6 +103,15 @@ def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) ->
     rows = f"{tokens:,} tokens of {plan.max_num_seqs} rows and their prompts"
     how = f"{rows} x {per_token:,} bytes, not compressed"
     return Item("exact windows", tokens * per_token, how)
+
+
+def tree_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
+    """Return the item of the pages of trees' branches, allocated at the start, or None without any."""
+    if not plan.num_tree_pages:
+        return None
+    tokens, per_token = plan.num_tree_pages * plan.page_size, tree_bytes_per_token(specs, element_bytes)
+    rows = f"{tokens:,} tokens of trees in {len(plan.tree_rows)} rows"
+    return Item("branches", tokens * per_token, f"{rows} x {per_token:,} bytes, not compressed")
 
 
 def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:

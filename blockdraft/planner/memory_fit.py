@@ -8,6 +8,7 @@ from blockdraft.cache.spec import bytes_per_token, state_bytes
 from blockdraft.errors import CapacityError, ModelError, SettingsError
 from blockdraft.machine.cards import Card, has_bf16
 from blockdraft.machine.machine import Gpu, Machine
+from blockdraft.models.config import Storage
 from blockdraft.planner.memory import (
     DRIVER_BYTES,
     Item,
@@ -19,6 +20,7 @@ from blockdraft.planner.memory import (
     state_item,
     step_items,
     table_items,
+    tree_item,
     weight_how,
     window_item,
 )
@@ -181,9 +183,15 @@ def _parts(pair: Pair, plan: Plan) -> tuple[WeightParts, ...]:
     )
 
 
+def _read(storage: Storage) -> Storage:
+    """Return the form of the weights that large steps read."""
+    return "none" if storage == "both" else storage
+
+
 def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
     """Return the items of all memory but the cache."""
     element_bytes, notes = ELEMENT_BYTES[plan.dtype], {"none": plan.dtype, "keep": "packed as stored"}
+    notes["both"] = f"packed and in {plan.dtype}"
     names = ("target weights", "drafter weights")
     storages = (plan.quantization, plan.draft_quantization)
     items = []
@@ -192,12 +200,15 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
         items.append(Item(name, parts.text, how))
     items += table_items(plan, pair, element_bytes)
     specs = tuple(spec for specs in cache_specs(pair, plan) for spec in specs)
-    beside = (state_item(plan, specs, element_bytes), window_item(plan, specs, element_bytes))
-    items += [item for item in beside if item is not None]
+    items += [
+        item
+        for make in (state_item, window_item, tree_item)
+        if (item := make(plan, specs, element_bytes)) is not None
+    ]
     return items + step_items(
         pair,
         tokens=plan.max_prefill_tokens,
-        logits=plan.max_num_seqs * plan.block * pair.target.shape.vocab_size,
+        logits=plan.step_tokens * pair.target.shape.vocab_size,
         element_bytes=element_bytes,
         has_graphs=has_graphs,
     )
@@ -294,7 +305,7 @@ def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], 
         max_num_seqs=plan.max_num_seqs,
         width=plan.width,
         chunk=plan.max_prefill_tokens,
-        parts=_parts(pair, plan),
+        parts=_parts(pair, replace(plan, quantization=_read(plan.quantization))),
         choices=tuple(Choice.of(name, values[name], reason) for name, reason in plan.reasons.items()),
         problem=problem,
     )

@@ -51,7 +51,8 @@ class Model:
 
     @property
     def code(self) -> Code | None:
-        return code_of(self.stored.method, self.stored.full_config)
+        stored = self.stored
+        return code_of(stored.method, stored.full_config, ggml_type=stored.ggml_type)
 
 
 @dataclass(frozen=True, slots=True)

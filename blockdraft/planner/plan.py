@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from blockdraft.cache.spec import NUM_RESERVED_SLOTS
 from blockdraft.kernels.packed_speeds import Code
+from blockdraft.kernels.tree_size import MAX_ROWS, tree_size
 from blockdraft.models.config import Storage
+from blockdraft.settings.settings import TREES
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NGRAM_BLOCK = 16  # the most tokens of a step that drafts from n-grams, as for most drafters
@@ -50,6 +52,7 @@ class Plan:
     width: int
     block: int  # tokens a row may write in one step: drafter or verify
     draft_ngram: int  # tokens that must have occurred before, to draft their continuation; 0: no n-grams
+    tree: int  # the most tokens of a tree of drafts; 0: drafts are chains
     max_model_len: int
     max_positions: int  # rows of the rope and page tables, scratch included
     max_num_seqs: int
@@ -86,6 +89,28 @@ class Plan:
 
     def pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    @property
+    def trees(self) -> tuple[int, ...]:
+        """Return the sizes of trees that steps may have, the smallest first."""
+        return tuple(size for size in TREES if size <= self.tree)
+
+    @property
+    def tree_rows(self) -> range:
+        """Return the numbers of rows that steps with trees may have."""
+        return range(1, min(self.max_num_seqs, MAX_ROWS) + 1 if self.tree else 1)
+
+    @property
+    def num_tree_pages(self) -> int:
+        """Return the number of pages for the branches of trees."""
+        if not self.tree:
+            return 0
+        return tree_size(self.tree, self.block).num_pages(len(self.tree_rows), self.page_size)
+
+    @property
+    def step_tokens(self) -> int:
+        """Return the most tokens of a decoding step."""
+        return max(self.max_num_seqs * self.block, len(self.tree_rows) * self.tree)
 
     @property
     def scratch(self) -> int:

@@ -19,12 +19,13 @@ from blockdraft.cache.spec import (
     bytes_per_token,
     exact_bytes_per_token,
     state_bytes,
+    tree_bytes_per_token,
 )
 from blockdraft.errors import CapacityError, SettingsError
-from blockdraft.kernels.cpu import why_not_here
-from blockdraft.kernels.packed_speeds import MEASURED
+from blockdraft.kernels.tree_size import MAX_ROWS, NUM_CHOICES, tree_size, trees_for
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
+from blockdraft.models.draft_config import TREE_KINDS, DraftConfig
 from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
 from blockdraft.planner.kv_choice import KvChoice, KvRequest, check_on_card, kv_choice
@@ -40,10 +41,10 @@ from blockdraft.planner.plan import (
     StartRules,
     Weights,
 )
-from blockdraft.planner.quality import Quality, measured_quality
+from blockdraft.planner.storage_choice import StorageChoice, StorageRequest
 from blockdraft.settings import shipped
 from blockdraft.settings.model_source import known_name
-from blockdraft.settings.settings import DEFAULTS, DFLASH2, NGRAM, Settings
+from blockdraft.settings.settings import DEFAULTS, DFLASH2, NGRAM, TREES, Settings
 
 CPU_WIDTH = 8  # the widest block that costs little more than a narrow one (docs/benchmarks.md)
 CPU_ROWS = 16
@@ -65,7 +66,6 @@ NO_GAIN = "there is no other device to hide behind"
 ALL_POSITIONS = "all the positions that the model knows"
 ALL_ROWS = "every row at full context"
 CPU_CACHE = "1 GiB or two full contexts, at most a quarter of the free memory; taken as it is used"
-UNPACK_SHARE = 0.5  # of the free memory; weights that would take more stay packed
 T = TypeVar("T")
 
 
@@ -157,6 +157,7 @@ class _Needs:
     state: int  # a saved state
     exact_page: int
     num_exact_pages: Callable[[int], int]  # by the number of rows
+    tree: int  # bytes of the pages of trees' branches
 
     def windows(self, max_num_seqs: int) -> int:
         """Return the bytes of all exact pages: for rows, for prompt tokens in flight, for cached prefixes."""
@@ -168,7 +169,8 @@ class _Needs:
 
     def beside(self, max_num_seqs: int, num_states: int) -> int:
         """Return the bytes that a start allocates in addition to the pages of tokens."""
-        return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs) + self.states(num_states)
+        rows = (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
+        return rows + self.states(num_states) + self.tree
 
 
 class _Resolver:
@@ -184,6 +186,11 @@ class _Resolver:
     @property
     def _is_mtp(self) -> bool:
         return isinstance(self.draft, MtpConfig)
+
+    @property
+    def _block(self) -> int:
+        """The widest block that drafts fill: 1 without drafts."""
+        return self.draft.block if self.draft else NGRAM_BLOCK if self.settings.draft == NGRAM else 1
 
     def take(self, name: str, otherwise: T, why: str) -> T:
         """Return the user's value, or `otherwise` for "auto". Record the reason."""
@@ -212,7 +219,8 @@ class _Resolver:
         self.reasons |= kv.reasons
         overlap = take("overlap", (False, NO_GAIN), (True, "it hides the host's work"))
         chunk = take("max_prefill_tokens", (256, "the default on a CPU"), self._chunk_on_gpu(memory))
-        needs = self._needs(kv, dtype, block, chunk * (1 + overlap))
+        tree = self._tree(block)
+        needs = self._needs(kv, dtype, block, chunk * (1 + overlap), tree)
         contexts = 2 * model.max_positions * needs.token
         total = self._cache_bytes(held, contexts)
         max_num_seqs = self.take("max_num_seqs", *self._rows(memory, needs, total, block * model.vocab_size))
@@ -227,6 +235,7 @@ class _Resolver:
             width=width,
             block=block,
             draft_ngram=self._draft_ngram(),
+            tree=tree,
             max_model_len=max_model_len,
             max_positions=max_model_len + 2 * block,
             max_num_seqs=max_num_seqs,
@@ -275,70 +284,20 @@ class _Resolver:
     def _storages(
         self, both: tuple[Weights, Weights], memory: int, dtype: str, *, has_int8: bool
     ) -> tuple[Storage, Storage, int]:
-        """Return how the weights of target and drafter are held, and the bytes of both."""
-        if self.settings.load_format == "dummy":  # random weights are not packed
-            both = (replace(both[0], method=None), replace(both[1], method=None))
-        element_bytes = ELEMENT_BYTES[dtype]
-        unpackable = int(memory * UNPACK_SHARE) // element_bytes
-        multiplies_int8 = self.is_cpu and dtype == "float32" and why_not_here() is None
-        quality = measured_quality(known_name(self.settings.model)) if multiplies_int8 and has_int8 else None
-        choose = partial(
-            self._storage, unpackable=unpackable, quality=quality, multiplies_int8=multiplies_int8
+        settings = self.settings
+        asked = StorageRequest(
+            model=settings.model,
+            dtype=settings.dtype,
+            is_dummy=settings.load_format == "dummy",
+            wanted={name: getattr(settings, name) for name in ("quantization", "draft_quantization")},
+            max_num_seqs=settings.max_num_seqs,
+            block=self._block,
         )
-        target, draft = choose("quantization", both[0]), choose("draft_quantization", both[1])
+        choice = StorageChoice(asked, self.machine, self.model, is_cpu=self.is_cpu, take=self.take)
+        found = choice.choose(both, memory, dtype, has_int8=has_int8)
         if self.draft is None:
             del self.reasons["draft_quantization"]
-        held = sum(_weight_bytes(*one, element_bytes) for one in zip(both, (target, draft), strict=True))
-        return target, draft, held
-
-    def _storage(
-        self,
-        name: str,
-        weights: Weights,
-        *,
-        unpackable: int,
-        quality: Quality | None,
-        multiplies_int8: bool,
-    ) -> Storage:
-        """Choose how to hold a checkpoint's weights. Up to `unpackable` values fit easily once unpacked.
-
-        Most packed formats have no kernel: every forward unpacks them again. So weights stay packed only if
-        memory requires it. `quality`: the cost of int8 products on this CPU, or None if not measured.
-        """
-        wanted, method = getattr(self.settings, name), weights.method
-        if wanted == "int8" and multiplies_int8 and method == "GGUF":
-            return self.take(name, "int8", "asked for")  # unpacked, then rounded
-        if wanted in ("fp8", "int8") and method is not None:
-            raise SettingsError(
-                f"{name} = {wanted}, but the checkpoint is quantised already ({method}): use keep or none, "
-                "or give the unquantised checkpoint."
-            )
-        if self.settings.load_format == "dummy":
-            made: Storage = self.take(name, "none", "no files are read")
-            return "none" if made == "keep" else made
-        if quality is not None and method in (None, "GGUF"):
-            return self.take(name, "int8", f"whole numbers are fastest on a CPU; {quality}")
-        if method is None:
-            return self.take(name, "none", "the file is not quantised")
-        if self._multiplies_packed(weights):
-            why = "products with it are faster packed, with the same bits (benchmarks/log.md)"
-            return self.take(name, "keep", f"the file is {method}, and {why}")
-        if weights.num_values > unpackable:
-            size = f"unpacked it would take over {UNPACK_SHARE:.0%} of the memory"
-            return self.take(name, "keep", f"the file is {method}, and {size}")
-        why = f"the file is {method}; unpacked it fits easily and is faster"
-        if multiplies_int8 and name == "quantization":
-            why += (
-                "; int8 is faster still (--quantization int8), but its cost in quality is not measured here"
-            )
-        return self.take(name, "none", why)
-
-    def _multiplies_packed(self, weights: Weights) -> bool:
-        """Return whether a kernel was measured on such a card; experts have none."""
-        if self.is_cpu or weights.code is None or not self.machine.gpus:
-            return False
-        is_dense = all(layer.moe is None for layer in self.model.layers)
-        return is_dense and (self.machine.gpus[0].capability, weights.code) in MEASURED
+        return found
 
     def _width(self) -> tuple[int, int]:
         """Return how many tokens a step verifies, and the most that it may write."""
@@ -348,7 +307,7 @@ class _Resolver:
                 f"width = {asked}, but draft '{draft.name}' was trained for blocks of {draft.block}: "
                 f"use --width {draft.block} or less."
             )
-        block = draft.block if draft else NGRAM_BLOCK if self.settings.draft == NGRAM else 1
+        block = self._block
         width = min(block, CPU_WIDTH) if self.is_cpu else block
         is_trained = draft is not None and not self._is_mtp
         width = self.take("width", width, width_reason(width, block, is_trained=is_trained))
@@ -361,17 +320,43 @@ class _Resolver:
             return 0
         return self.take("draft_ngram", BESIDE, "the drafter alone, unless asked for")
 
-    def _needs(self, kv: KvChoice, dtype: str, block: int, chunk: int) -> _Needs:
+    def _tree(self, block: int) -> int:
+        """Return the most tokens of a tree of drafts. Refuse trees that nothing can grow or verify."""
+        asked, draft = self.settings.tree, self.draft
+        if asked in ("auto", 0):
+            return self.take("tree", 0, "chains, as trees were not timed on a card")
+        why, sizes = None, tuple[int, ...]()
+        if self.model.is_hybrid:
+            why = f"'{self.model.name}' has recurrent layers, whose states belong to one path"
+        elif not isinstance(draft, DraftConfig) or draft.kind not in TREE_KINDS:
+            named = "there is no drafter" if draft is None else f"draft '{draft.name}' makes chains"
+            why = f"{named}: DFlash, DFlash2 and DSpark drafters grow trees"
+        else:
+            num_choices = NUM_CHOICES if draft.kind == "dflash" else draft.num_candidates
+            num_choices = min(num_choices, draft.draft_vocab_size)
+            sizes = trees_for(TREES[: TREES.index(asked) + 1], block, num_choices)
+            if not sizes:
+                why = f"draft '{draft.name}' drafts {block - 1} tokens of {num_choices} candidates each"
+        if why is not None:
+            raise SettingsError(f"tree = {asked}, but {why}: leave out --tree.")
+        most = max(sizes)
+        too_many = f"blocks of {block} tokens cannot always fill {asked}"
+        self.reasons["tree"] = ASKED if most == asked else too_many
+        return most
+
+    def _needs(self, kv: KvChoice, dtype: str, block: int, chunk: int, tree: int) -> _Needs:
         """Return the sums over all layers. `chunk`: prompt tokens of all steps in flight."""
         specs, element_bytes = kv.specs(self.model, self.draft), ELEMENT_BYTES[dtype]
-        exact = exact_bytes_per_token(specs, element_bytes)
+        exact, page_size = exact_bytes_per_token(specs, element_bytes), kv.asked.page_size
+        num_tree_pages = tree_size(tree, block).num_pages(MAX_ROWS, page_size) if tree else 0
         return _Needs(
             bytes_per_token(specs, element_bytes),
             bytes_per_row(specs, element_bytes, block),
             kv.row_tokens(block) * exact,
             state_bytes(specs, element_bytes),
-            kv.asked.page_size * exact,
+            page_size * exact,
             partial(kv.num_exact_pages, block=block, chunk=chunk),
+            num_tree_pages * page_size * tree_bytes_per_token(specs, element_bytes),
         )
 
     def _rows(self, budget: int, needs: _Needs, total: int, logits: int) -> tuple[int, str]:
@@ -474,12 +459,6 @@ def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
             f"{total:,}: raise --cache-bytes or lower --max-num-seqs."
         )
     return (total - beside) // max(token_bytes, 1)
-
-
-def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int:
-    """Return the bytes of the weights. Packed formats count half a byte for each value."""
-    each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
-    return int(weights.num_values * each)
 
 
 def runs_on_cpu(settings: Settings, machine: Machine) -> bool:

@@ -48,6 +48,7 @@ class Stored:
     eos_ids: tuple[int, ...]
     fit_file: Mapping[str, object] = field(default_factory=dict)  # of a drafter of ours
     published_names: tuple[str, ...] = ()  # the model's names in a GGUF file's metadata
+    ggml_type: str | None = None  # of most of a GGUF file
 
     @property
     def method(self) -> str | None:
@@ -93,13 +94,23 @@ def open_stored(source: str, *, needs_weights: bool, what: str = "model") -> Sto
         raise FetchError("the default model is not fetched yet: run 'blockdraft fetch', or name a model.")
     file = GgufHeader(path, name=found.name)
     config, names, published = read_config(file), hugging_face_names(file), published_names(file)
+    main_type = file.main_type
     infos = {name: file.tensors[stored] for name, stored in names.items()}
     file.close()
     tensors = {
         name: Size(math.prod(info.shape), info.num_bytes, info.is_quantised) for name, info in infos.items()
     }
     eos_ids = tuple(ids_in(config.get("eos_token_id")))
-    return Stored(found.name, "GGUF file", config, None, tensors, eos_ids, published_names=published)
+    return Stored(
+        found.name,
+        "GGUF file",
+        config,
+        None,
+        tensors,
+        eos_ids,
+        published_names=published,
+        ggml_type=main_type,
+    )
 
 
 def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:

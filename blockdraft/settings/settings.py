@@ -23,8 +23,9 @@ NGRAM = "ngram"  # as a drafter: n-gram lookup, without a model
 DFLASH2 = "dflash2"  # as a drafter: the shipped head for the model
 MTP = "mtp"  # as a drafter: the head for multi-token prediction in the target's own checkpoint
 DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2, MTP)  # words, not folders: a folder of that name is ./ngram
+TREES = (16, 32, 64, 128)  # tokens of a tree of drafts
 MAX_NGRAM = 32  # longest match of tokens with earlier ones
-QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
+QUANTIZATIONS = ("auto", "keep", "none", "both", "fp8", "int8", "int4")
 
 
 def _setting(default: T, help_text: str, **facts: object) -> T:
@@ -56,6 +57,12 @@ class Settings:
         "ngram, else 0",
         least=0,
     )
+    tree: int | Auto = _setting(
+        "auto",
+        "tokens of a tree of drafts, in steps of up to 4 rows: 16, 32, 64 or 128; 0 and, so far, auto: "
+        "drafts are chains",
+        least=0,
+    )
     width: int | Auto = _setting("auto", "tokens verified per step with the anchor; 1: no drafts", least=1)
     device: str = _setting(
         "auto",
@@ -68,8 +75,9 @@ class Settings:
     dtype: str = _setting("auto", "number format of both models", choices=DTYPES)
     quantization: str = _setting(
         "auto",
-        "format of the target's weights; keep: as stored; none: unpacked; fp8 or int8: converted while "
-        "loading; auto: unpacked if they fit easily, else as stored",
+        "format of the target's weights; keep: as stored; none: unpacked; both: as stored and unpacked, each "
+        "step takes the faster; fp8, int8 or int4: converted while loading; auto: none if they fit "
+        "easily, keep if they do not or if that is faster",
         choices=QUANTIZATIONS,
     )
     draft_quantization: str = _setting(
@@ -110,6 +118,14 @@ class Settings:
         "memory for recurrent states, which prefix hits of hybrid models need, in bytes; auto: a quarter of "
         "the cache",
         least=0,
+    )
+    prefix_disk: str = _setting(
+        "off",
+        "folder that keeps cached prefixes, and so what users wrote, from the end of `serve` to its next "
+        "start; off: none",
+    )
+    prefix_disk_bytes: int | Auto = _setting(
+        "auto", "most bytes in that folder, for each replica; auto: a tenth of the free disk", least=1
     )
     overlap: bool | Auto = _setting("auto", "launch a step before reading the last result; auto: on a GPU")
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
@@ -204,8 +220,25 @@ class Settings:
         if self.num_nodes > 1 and self.head_address is None:
             raise SettingsError(f"num_nodes = {self.num_nodes}, but no head is given: add --head-address.")
 
+    def _check_tree(self) -> None:
+        """Raise SettingsError for trees of drafts that nothing can grow."""
+        if self.tree in ("auto", 0):
+            return
+        if self.tree not in TREES:
+            raise SettingsError(f"tree = {self.tree}: use one of 0, {', '.join(map(str, TREES))}.")
+        for is_wrong, why in (
+            (self.engine != "native", f"{self.engine} verifies chains only"),
+            (self.draft in ("none", NGRAM, MTP), f"draft '{self.draft}' makes chains"),
+            (self.draft_ngram not in ("auto", 0), "drafts of n-grams are chains: draft_ngram must be 0"),
+            (self.width == 1, "width = 1 switches drafts off"),
+            (self.synthetic_acceptance is not None, "a synthetic acceptance is one of chains"),
+        ):
+            if is_wrong:
+                raise SettingsError(f"tree = {self.tree}, but {why}: leave out --tree.")
+
     def _check_drafts(self) -> None:
         """Raise SettingsError for drafts of n-grams or of an MTP head that the engine cannot make."""
+        self._check_tree()
         asked = self.draft_ngram
         if self.engine != "native" and self.draft == MTP:
             raise SettingsError(

@@ -42,6 +42,7 @@ from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
+from blockdraft.step.step_sizes import fill
 
 MIN_SPEEDUP = 1.03  # of the worst category: two measurements differ by as much
 # A user's prompts differ from the fit's, so each draft is assumed to be accepted this much less often. Short
@@ -54,7 +55,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 12  # the first is cold
 MAX_SECONDS = 1.0  # after this time, no round after the third begins
 STEADY = 1.25  # the largest ratio of two times that count as equal
 CHEAPER = 0.9  # a wider step that takes less than this share of a narrower step's time was disturbed
-FORMAT = 3  # version of a stored measurement
+FORMAT = 4  # version of a stored measurement
 SLACK, FIRST_SLACK = 1.1, 1.3  # if the speed falls by this factor, no wider step is tried
 
 
@@ -298,13 +299,17 @@ def _step_s(
 ) -> float:
     """Return the seconds of one step after a context that was never computed: its contents do not matter."""
     context, per_row = _context(engine), len(pages) // num_rows
-    graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
+    graph = None if engine.graphs is None else engine.graphs.captured_for(num_rows, width)
     token_ids, sampling = [0] * (context + 1), RowSampling()
     engine.rows.place_all([(row, token_ids, context, sampling) for row in range(num_rows)])
     engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row]) for row in range(num_rows)])
     if engine.rows.exact_table is not None:
         engine.rows.set_exact_pages([(row, 0, [SCRATCH_PAGE] * per_row) for row in range(num_rows)])
-    engine.rows.activate(range(num_rows))
+    if graph is None:
+        engine.rows.activate(range(num_rows))
+    else:
+        filled = fill([width] * num_rows, graph.size)
+        engine.rows.activate(range(num_rows), graph.size.rows, widths=filled.widths, limits=filled.limits)
     engine.wait()
     begun_s = clock()
     Reading(pack(engine.decode(width)) if graph is None else graph.replay()).token_ids()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from blockdraft.start.loading import Opened
 from blockdraft.start.memory import pages_to_probe, release
 from blockdraft.step.prefill_graphs import shapes, widest_counts
 from blockdraft.step.row_sizes import row_sizes
+from blockdraft.step.step_sizes import means_on, uneven_places, widest
 
 if TYPE_CHECKING:
     from blockdraft.kernels.triton.compile_pool import CompilePool
@@ -177,6 +179,18 @@ def run_steps(engine: Engine) -> None:
     for num_rows, width in sorted(blocks):
         rows.activate((), num_rows)
         engine.decode(width)
+    # Rows of different widths need few kernels of their own, which do not depend on how many rows there are.
+    means, row_counts = means_on(engine.models.device), {min(2, plan.max_num_seqs), plan.max_num_seqs}
+    for size in uneven_places(sorted(row_counts), plan.block, means):
+        if not size.is_even:
+            rows.activate((), size.rows, widths=widest(size))
+            engine.decode(size.width, size.tokens)
+    _run_sampled(engine)
+
+
+def _run_sampled(engine: Engine) -> None:
+    """Run steps with every part of sampling, and those with trees."""
+    plan, rows = engine.plan, engine.rows
     for row, sampling in enumerate(SAMPLINGS[: plan.max_num_seqs]):
         rows.place(row, [1, 2], 1, sampling)
     several = list(range(min(len(SAMPLINGS), plan.max_num_seqs)))
@@ -185,6 +199,9 @@ def run_steps(engine: Engine) -> None:
             rows.activate(chosen)
             engine.decode(width)
         engine.decode(width, num_logprobs=5)
+    for num_rows, num_nodes in product(plan.tree_rows, plan.trees):
+        rows.activate((), num_rows)
+        engine.decode_tree(num_nodes)
 
 
 def _token_ids(engine: Engine, count: int) -> Tensor:

@@ -341,8 +341,10 @@ def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
     if quantization is not None:
         config = {**checkpoint.config, "hf_quant_config": checkpoint.quant_file}
         return Weights(values.total, quantization.name, code_of(quantization.name, config))
-    is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
-    return Weights(values.total, "GGUF" if is_packed else None)
+    if not any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors()):
+        return Weights(values.total)
+    assert isinstance(checkpoint, GgufCheckpoint)
+    return Weights(values.total, "GGUF", code_of("GGUF", {}, ggml_type=checkpoint.main_type))
 
 
 def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
@@ -353,7 +355,9 @@ def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
 
 
 def _how(quantization: str) -> str:
-    return {"none": "", "keep": ", packed as stored"}.get(quantization, f", quantised to {quantization}")
+    return {"none": "", "keep": ", packed as stored", "both": ", packed and unpacked"}.get(
+        quantization, f", quantised to {quantization}"
+    )
 
 
 def load_target(

@@ -43,6 +43,7 @@ def check_replicas(
     settings: Settings, warn: Callable[[str], None] = lambda line: None
 ) -> tuple[Settings, ...]:
     """Return the settings of each replica. Raise an error if one cannot start."""
+    _check_prefix_disk(settings)
     if not wants_replicas(settings):
         check_native(settings, warn)
         return (settings,)
@@ -56,6 +57,16 @@ def check_replicas(
         with suppress(FetchError):
             check_fit(replicas, machine)
     return replicas
+
+
+def _check_prefix_disk(settings: Settings) -> None:
+    """Raise SettingsError if there would be no prefixes, or none that keep answers as they are."""
+    for is_wrong, what in (
+        (not settings.prefix_cache, "--no-prefix-cache leaves no prefixes to keep"),
+        (settings.allow_batch_variance, "with --allow-batch-variance prefixes depend on the batch"),
+    ):
+        if settings.prefix_disk != "off" and is_wrong:
+            raise SettingsError(f"--prefix-disk {settings.prefix_disk}: {what}. Leave out one of the two.")
 
 
 def use_cores(device: str, number: int, count: int) -> None:

@@ -6,6 +6,8 @@ other tiles is not named. Kernels that do not compile on a GPU are found later, 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -50,9 +52,14 @@ def slower_parts(models: LoadedPair, plan: Plan) -> tuple[str, ...]:
                 for why in _experts(model)
             ]
         found += [
-            f"the {label}'s weights are unpacked for every product{also}, which is slower: {why}. See "
-            f"{setting}."
-            for why in _packed(model, has_expert_kernels=models.device.type != "cpu")
+            f"the {label}'s weights are unpacked for every product{also}, which is slower: {why}. A step "
+            f"moves {_size(num_bytes)} more. See {setting}."
+            for why, num_bytes in _packed(model, has_expert_kernels=models.device.type != "cpu").items()
+        ]
+        found += [
+            f"{_size(num_bytes)} of the {label}'s weights are held unpacked only, so small steps do not gain "
+            f"from their packed form: {why}."
+            for why, num_bytes in _unpacked_only(model).items()
         ]
     if not plan.prefix_cache and "prefix_cache" in plan.reasons:
         found.append(f"prompts that begin alike are computed whole: {plan.reasons['prefix_cache']}.")
@@ -78,15 +85,30 @@ def _experts(model: nn.Module) -> Iterator[str]:
                 yield why
 
 
-def _packed(model: nn.Module, *, has_expert_kernels: bool) -> Iterator[str]:
-    """Yield why no kernel reads packed weights as they are stored."""
+def _packed(model: nn.Module, *, has_expert_kernels: bool) -> Counter[str]:
+    """Return why no kernel reads packed weights, and the bytes of their values, written and read again."""
+    found: Counter[str] = Counter()
     for part in model.modules():
         if isinstance(part, ExpertLinear) and has_expert_kernels:
             continue  # named by `_experts`
         if isinstance(part, Linear | Embedding | ExpertLinear) and isinstance(part.weight, Packed):
             why = _why_unpacked(part, part.weight)
             if why is not None:
-                yield why
+                found[why] += 2 * math.prod(part.weight.shape) * part.kernels.available.dtype.itemsize
+    return found
+
+
+def _unpacked_only(model: nn.Module) -> Counter[str]:
+    """Return why weights of a plan for both forms have no packed one, and their bytes."""
+    found: Counter[str] = Counter()
+    for part in model.modules():
+        if isinstance(part, Linear) and part.why_unpacked:
+            found[part.why_unpacked] += sum(tensor.nbytes for tensor in part.parameters())
+    return found
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _why_unpacked(part: Linear | Embedding | ExpertLinear, weight: Packed) -> str | None:

@@ -28,8 +28,10 @@ from blockdraft.start.loading import Opened, open_models, read_weights, resolve_
 from blockdraft.start.measure import measure, measure_chunk
 from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
 from blockdraft.start.slower_parts import slower_parts
+from blockdraft.start.stored_prefixes import restore_prefixes
 from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
 from blockdraft.step.row_sizes import row_sizes
+from blockdraft.step.step_sizes import means_on, uneven_places
 from blockdraft.text.tokenizer import Tokenizer
 
 
@@ -48,6 +50,8 @@ def start_engine(
     with compiling_for(opened) as ahead:
         engine = _started(opened, startup, ahead)
     engine.fingerprint = fingerprint(engine)
+    if settings.prefix_disk != "off":
+        restore_prefixes(engine, settings.prefix_disk, settings.prefix_disk_bytes, startup)
     return engine
 
 
@@ -88,6 +92,8 @@ def plain_engine(
     """
     tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
+    if settings.prefix_disk != "off":
+        raise SettingsError(f"prefix_disk = {settings.prefix_disk}: only `blockdraft serve` keeps prefixes.")
     _check_gpu(settings, tell)
     opened = open_models(settings, note)
     with memory_explained(opened.plan, opened.device, is_loading=True):
@@ -260,8 +266,11 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
     many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # a GPU's memory is claimed now
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
-    engine.capture(sizes, widths, now)
-    most = len(sizes) * len(widths)
+    if may_choose_width(engine) and engine.scheduler.means is not None:
+        widths = sorted({1, plan.block})
+    uneven = uneven_places(sizes, plan.block, means_on(engine.models.device))
+    engine.capture(sizes, widths, now, uneven=uneven)
+    most = 0 if engine.graphs is None else len(engine.graphs)
     note(f"{len(now)} of at most {most} kinds of steps captured; others when they are first needed")
 
 

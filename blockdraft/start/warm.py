@@ -28,6 +28,7 @@ SAMPLINGS = (
     ),
     SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=5, logit_bias={0: 1.0}),
 )
+TREES = [replace(one, width=None, logprobs=None, max_tokens=2, ignore_eos=True, seed=0) for one in SAMPLINGS]
 
 Request = tuple[int, SamplingParams]  # the number of prompt tokens, and the sampling
 Rounds = Iterator[tuple[str, list[Request]]]  # a name, and the requests that are served together
@@ -70,6 +71,7 @@ def small_rounds(plan: Plan) -> Rounds:
 def largest_rounds(plan: Plan) -> Rounds:
     """Yield the rounds that take the most memory."""
     chunk = plan.max_prefill_tokens
+    yield from tree_rounds(plan)
     yield f"a prefill chunk of {chunk} tokens", [(chunk + 1, _asked(1))]
     for width in _widths(plan):
         several = [_asked(width, sampling) for sampling in SAMPLINGS[: plan.max_num_seqs]]
@@ -83,6 +85,13 @@ def few_rounds(plan: Plan) -> Rounds:
     several = [_asked(plan.width, sampling) for sampling in SAMPLINGS]
     yield "one token of prefill", [(2, _asked(1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
+    yield from tree_rounds(plan)
+
+
+def tree_rounds(plan: Plan) -> Rounds:
+    """Yield a round with the largest trees, if there are any."""
+    for num_rows in plan.tree_rows[-1:]:
+        yield f"{num_rows} rows with trees", [(2, sampling) for sampling in TREES[:num_rows]]
 
 
 def _widths(plan: Plan) -> list[int]:

@@ -2,7 +2,8 @@
 
 It rests on three facts. A row's `length` is its commit: cache slots at or past it are scratch, so nothing is
 ever rolled back. Noise is keyed by (seed, position), so every emitted token is the target's own sample,
-whatever was drafted. Plain decoding is this function at width 1.
+whatever was drafted. Plain decoding is this function at width 1. If `num_tokens` are fewer than `width` for
+each row, each row has its own width (Rows.activate): the target then runs a stream of tokens, row after row.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ def decode_parts(  # noqa: PLR0913
     cache: Cache,
     rows: Rows,
     width: int,
+    num_tokens: int | None = None,
     allowed: Allowed | None = None,
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Generator[Tensor, None, Verdict]:
     """Draft a block for every active row, verify it in one target forward, and commit the matching drafts."""
-    view = cache.view(rows, width)  # positions length .. length + width - 1
+    view = cache.view(rows, width, num_tokens=num_tokens)  # positions length .. length + its width - 1
     block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
     yield block  # the host may overwrite drafts that a structured output forces
-    hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
+    hidden, features = target(view.stream(block), view)  # writes scratch slots and tapes
     yield block  # the host may forbid tokens that the structured output does not allow
-    logits = target.logits(hidden).view(*block.shape, -1)
-    verdict = verify(logits, block, rows, view.starts, allowed, num_logprobs=num_logprobs, rates=rates)
+    logits = target.logits(hidden)  # [N, V]
+    verdict = verify(logits, block, rows, view, allowed, num_logprobs=num_logprobs, rates=rates)
     drafter.absorb(features, view)  # unmasked: rejected positions are scratch
-    drafter.follow(hidden, verdict.token_ids.flatten(), verdict.num_committed, view, rows)
+    drafter.follow(hidden, view.stream(verdict.token_ids), verdict.num_committed, view, rows)
     cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
     rows.advance(block, verdict.token_ids, verdict.num_committed)
     return verdict

@@ -14,9 +14,13 @@ from torch import Tensor
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
-from blockdraft.kernels.sampling import NEVER
+from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.sampling import NEVER, Places
+from blockdraft.kernels.tree import Tree
+from blockdraft.kernels.tree_size import TreeSize
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_config import TREE_KINDS
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.step.ngram import recall
 
@@ -27,6 +31,8 @@ class DFlashDrafter:
     `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. If the last
     `draft_ngram` tokens of a row have occurred before, their continuation is drafted instead; 0: never.
     """
+
+    drafts_alone = True
 
     def __init__(
         self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
@@ -55,13 +61,34 @@ class DFlashDrafter:
         if width == 1:
             return anchor
         num_columns = self.columns_for(width)
-        own = view if width == num_columns else cache.view(rows, num_columns)
+        own = view if view.places is None and width == num_columns else cache.view(rows, num_columns)
         hidden = self.block_hidden(anchor, own, num_columns)
-        drafts = self.propose(hidden, anchor, view.starts, rows, width - 1)
+        if view.draft_places is None or not self.drafts_alone:
+            drafts = self.propose(hidden, anchor, view.starts, rows, width - 1)
+        else:
+            drafts = self.propose_stream(hidden, anchor, view.starts, rows, view.draft_places)
         block = torch.cat((anchor, drafts), dim=1)
         if self.draft_ngram:
             recall(block, rows, view, self.draft_ngram)
         return block
+
+    @property
+    def grows_trees(self) -> bool:
+        """Say if drafts can be weighed before any is chosen."""
+        return self.model.config.kind in TREE_KINDS
+
+    def grow(self, rows: Rows, cache: Cache, size: TreeSize) -> Tree:
+        """Return trees of drafts behind the anchors of the active rows."""
+        anchor = rows.anchor[rows.active][:, None]
+        num_columns = self.columns_for(size.width)
+        view = cache.view(rows, num_columns)
+        columns = self.drafting(self.block_hidden(anchor, view, num_columns), size.width - 1)
+        given = self.column_logits(columns), self.pairs(columns), view.starts, anchor, rows.sampling()
+        return rows.kernels.grow(rows.kernels.weigh(*given), anchor, size)
+
+    def pairs(self, hidden: Tensor) -> PairScores | None:
+        """Return the scores of adjacent drafts for hidden states [R, D, E], or None if drafts have none."""
+        return None
 
     def columns_for(self, width: int) -> int:
         """Return how many columns the forward has for a step of `width`."""
@@ -71,6 +98,13 @@ class DFlashDrafter:
         """Return drafts [R, D] for a block's hidden states, after the anchor [R, 1] at `starts` [R]."""
         logits = self.column_logits(self.drafting(hidden, num_drafts))
         return rows.kernels.choose(logits, starts, anchor, rows.sampling())
+
+    def propose_stream(
+        self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows, places: Places
+    ) -> Tensor:
+        """Do as `propose` for the drafts at these places alone: rows of other widths need no other logits."""
+        logits = self.logits(places.take(self.drafting(hidden, places.num_columns)))
+        return places.put(rows.kernels.choose(logits, starts, anchor, rows.sampling(), places))
 
     def drafting(self, hidden: Tensor, num_drafts: int | None = None) -> Tensor:
         """Return the part [R, D, E] of a block's hidden states [R, columns, E] that drafts, or its start."""

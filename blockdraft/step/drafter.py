@@ -19,6 +19,9 @@ class Drafter(Protocol):
     def block(self) -> int: ...  # the width it was trained for, anchor included
 
     @property
+    def drafts_alone(self) -> bool: ...  # it takes time by the drafts of all rows, not by the widest row
+
+    @property
     def model(self) -> nn.Module | None: ...  # None: it has no weights
 
     @property
@@ -48,6 +51,7 @@ class Weightless:
 
     model: None = None
     vocab_map: None = None
+    drafts_alone = True
 
     def beside(self, target: Decoder) -> Self:
         return self

@@ -37,6 +37,8 @@ class Candidates(NamedTuple):
 class HintDrafter(DFlashDrafter):
     """Drafts with a model whose head gives hints."""
 
+    drafts_alone = False
+
     def __init__(
         self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
     ) -> None:

@@ -16,6 +16,8 @@ from blockdraft.step.dflash import DFlashDrafter
 class LatticeDrafter(DFlashDrafter):
     """Drafts with a model that has LiLiCorr's head, by its scores alone."""
 
+    drafts_alone = False  # all columns are scored together
+
     def __init__(
         self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
     ) -> None:

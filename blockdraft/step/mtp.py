@@ -29,6 +29,7 @@ class MtpDrafter:
     """
 
     vocab_map: None = None
+    drafts_alone = False  # the head runs once for each column
 
     def __init__(self, model: MtpHead, target: Decoder, *, draft_ngram: int = 0) -> None:
         self.model = model

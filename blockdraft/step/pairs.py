@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.sampling import Places
 from blockdraft.models.dflash import DFlash2
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.chain import ChainDrafter
@@ -24,6 +25,8 @@ MOST_WALKED = 4  # rows; with 16 rows a greedy walk costs more than it gains; 5 
 
 class PairDrafter(HintDrafter):
     """Drafts with a model that scores pairs of tokens, and with the noise that the target samples with."""
+
+    drafts_alone = True
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Return two tables: by preceding token [V, rank], and by draft [rows of the head, rank]."""
@@ -52,6 +55,18 @@ class PairDrafter(HintDrafter):
         columns = self.drafting(hidden, num_drafts)
         logits, pairs = self.column_logits(columns), self.pairs(columns)
         return rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling())
+
+    def propose_stream(
+        self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows, places: Places
+    ) -> Tensor:
+        if not self.weighs_pairs(places.num_columns, len(hidden)):
+            return super().propose_stream(hidden, anchor, starts, rows, places)
+        columns = places.take(self.drafting(hidden, places.num_columns))
+        pairs = self.pairs(columns[None])
+        if pairs.mixture is not None:
+            pairs = pairs._replace(mixture=pairs.mixture[0])
+        logits = self.logits(columns)
+        return places.put(rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling(), places))
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor:
         said, mixture = self.tables()[0][before], self.mixture(self.drafting(hidden, before.shape[1]))

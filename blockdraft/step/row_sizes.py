@@ -6,14 +6,14 @@ Place = tuple[int, int]  # rows and width of a step
 
 
 def row_sizes(max_rows: int, *, is_exact: bool = False) -> list[int]:
-    """Return the powers of two, from 16 on also their midpoints, and `max_rows`: few graphs, little padding.
+    """Return the powers of two, from 32 on also their midpoints, and `max_rows`: few graphs, little padding.
 
     `is_exact`: return every size, for devices where padding is expensive and a capture cheap.
     """
     if is_exact:
         return list(range(1, max_rows + 1))
-    sizes = {1, 2, 4, 8}
-    size = 16
+    sizes = {1, 2, 4, 8, 16}
+    size = 32
     while size < max_rows:
         sizes |= {size, size + size // 2}
         size *= 2

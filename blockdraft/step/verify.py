@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
+from blockdraft.cache.view import CacheView
 from blockdraft.kernels.sampling import Allowed
 
 LOGIT_SLICE = 64  # positions whose logits are converted to float32 at a time for log-probabilities
@@ -33,40 +34,55 @@ def joined(parts: list[Logprobs]) -> Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a step, on the device: row r emits token_ids[r, :num_committed[r]]."""
+    """The result of a step, on the device: row r emits token_ids[r, :num_committed[r]].
+
+    What is past a row's own width is not read.
+    """
 
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
     logprobs: Logprobs | None  # [R, B], if a row requests them
+    chains: Tensor | None = None  # [R, 2] of trees: the width of the first branch, what it alone would commit
 
 
 def verify(
     logits: Tensor,
     block: Tensor,
     rows: Rows,
-    starts: Tensor,
+    view: CacheView,
     allowed: Allowed | None = None,
     *,
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Verdict:
-    """Sample logits [R, B, V] by each row's rules. Accept a draft if the previous column's sample equals it.
+    """Sample logits [N, V] by each row's rules. Accept a draft if the previous column's sample equals it.
 
     Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter changes how
     many tokens a step yields, but never which tokens. `allowed` masks the tokens that structured outputs
     forbid. With `rates`, for timing only, the number of accepted drafts is random: the text is nonsense.
     """
-    scores = logits
+    places, num_columns = view.places, block.shape[1]
+    is_read_again = allowed is not None and num_logprobs is not None
+    scores = logits.clone() if is_read_again else logits  # log-probabilities are the model's own
+    if places is None:
+        scores = scores.view(*block.shape, -1)
     if allowed is not None:
-        scores = logits if num_logprobs is None else logits.clone()  # log-probabilities are the model's own
-        rows.kernels.forbid(scores, allowed)
-    sampled = rows.kernels.choose(scores, starts, block, rows.sampling())  # [R, B]
+        rows.kernels.forbid(scores, allowed, places)
+    sampled = rows.kernels.choose(scores, view.starts, block, rows.sampling(), places)  # [R, B] or [N]
+    found = sampled if places is None else view.box(sampled, num_columns)
     if rates is None:
-        num_committed = rows.kernels.count_accepted(sampled, block)
+        num_committed = rows.kernels.count_accepted(found, block, rows.limits)
     else:
-        num_committed = rows.kernels.draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
-    logprobs = None if num_logprobs is None else measure(logits, sampled, num_logprobs)
-    return Verdict(sampled, num_committed, logprobs)
+        rates = rates[: num_columns - 1]
+        num_committed = rows.kernels.draw_accepted(rates, view.starts, rows.limits, rows.sampling())
+    logprobs = None if num_logprobs is None else measure(logits, sampled.flatten(), num_logprobs)
+    return Verdict(found, num_committed, None if logprobs is None else boxed(logprobs, view, num_columns))
+
+
+def boxed(logprobs: Logprobs, view: CacheView, num_columns: int) -> Logprobs:
+    """Return the log-probabilities [N] of a stream as those [R, columns] of a box."""
+    parts = logprobs.chosen, logprobs.top_ids, logprobs.top_values
+    return Logprobs(*(view.box(part, num_columns) for part in parts))
 
 
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:

@@ -6,7 +6,7 @@ sequence has a `TextStream`, which uses both. The text depends only on the ids, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from blockdraft.errors import RequestError
@@ -44,8 +44,16 @@ class Detokenizer:
         self._is_settled = bool(self._window) and not self._owed
         self._last_plain: int | None = None  # the token that replaces the window, if any
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the new text that cannot change any more; up to 3 final U+FFFD wait for the next token."""
+        if self._is_settled and token_ids:
+            try:
+                new = "".join(map(self._plain_text, token_ids))  # type: ignore[arg-type]
+            except TypeError:
+                pass  # one is no plain token: its text is None
+            else:
+                self._last_plain = token_ids[-1]
+                return new
         new = ""
         for token_id in token_ids:
             text = self._plain_text(token_id) if self._is_settled else None
@@ -171,7 +179,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop_str_in_output)
-        self._has_stops = bool(stops)
+        self.has_stops = bool(stops)
         self._can_stop = True
         self._ready = ""
         self.stop_reason: str | None = None  # the stop string that ended the text
@@ -182,7 +190,7 @@ class TextStream:
         That token is the last of the sequence. In the first `num_protected` tokens (`min_tokens`), no stop
         string can end. As in vLLM, one that begins there and ends later does stop, and all of it is cut.
         """
-        if not self._has_stops:
+        if not self.has_stops:
             self._ready += self._detokenizer.push(token_ids)
             return len(token_ids)
         for number, token_id in enumerate(token_ids):
@@ -190,6 +198,12 @@ class TextStream:
             if self._emit(self._detokenizer.push((token_id,))):
                 return number + 1
         return len(token_ids)
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """Read tokens of a stream without stop strings, and return the text that becomes ready."""
+        assert not self.has_stops
+        assert not self._ready, "it was not taken"
+        return self._detokenizer.push(token_ids)
 
     def take(self) -> str:
         """Return the text that became ready since the last call."""

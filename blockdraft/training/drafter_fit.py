@@ -80,7 +80,7 @@ def fit(
     if is_tried:
         probes = session.probes(answers)
         agreement, tried = session.diagnose(probes, is_low=overall.committed < LOW)
-        if agreement is not None and session.quantization in ("fp8", "int8"):
+        if agreement is not None and session.quantization in ("fp8", "int8", "int4"):
             tried.append(session.unquantised(probes, agreement.engine))
     prospect = None
     if config is not None and likely_cause(tried) is None and has_prospect(config, categories, overall):

@@ -201,7 +201,7 @@ class OfflineBatch:
         if not rows:
             return
         graph = None if engine.graphs is None else engine.graphs.find(len(rows), 1)
-        engine.rows.activate(rows, None if graph is None else graph.num_rows)
+        engine.rows.activate(rows, None if graph is None else graph.size.rows)
         steps = []
         for _ in range(ROUND):
             sampled = engine.decode(1).token_ids if graph is None else graph.replay()[:, 1:]

@@ -52,8 +52,15 @@ def another_template(monkeypatch, engine):
     monkeypatch.setattr(engine.models.tokenizer, "chat_template", "{{ messages }}")
 
 
+def another_config(monkeypatch, engine):
+    """As if config.json had another epsilon, or other rotary angles, of which no weight tells."""
+    config = replace(engine.models.config, norm_eps=1e-3)
+    engine.models = replace(engine.models, config=config)
+
+
 CHANGES = {
     "weights": one_weight,
+    "config": another_config,
     "tokenizer": another_tokenizer,
     "tokenizer, end tokens": another_end,
     "template": another_template,
@@ -110,6 +117,14 @@ def test_the_tail_of_exact_keys_counts_where_keys_are_compressed(monkeypatch):
     with_plan(kv_dtype="int8")(monkeypatch, engine)
     before = fingerprint(engine)
     with_plan(kv_window=64)(monkeypatch, engine)
+    assert fingerprint(engine).id != before.id
+
+
+def test_the_centre_of_rotated_keys_counts():
+    """It depends on the context, which depends on the free memory."""
+    engine = tiny.engine(kv_dtype="tq4", kv_window=64)
+    before = fingerprint(engine)
+    engine.cache.compressed[0].centre += 1e-3
     assert fingerprint(engine).id != before.id
 
 

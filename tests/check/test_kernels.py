@@ -74,7 +74,7 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    of_others = {"packed product", "compressed attention", "block convolution", "walk", "lookup"}
+    of_others = {"packed product", "compressed attention", "block convolution", "walk", "trees", "lookup"}
     assert set(found) == set(operations.OPERATIONS) - of_others
     assert failed(engine) == {}
     assert failed(plain) == {}
@@ -131,7 +131,8 @@ def wrong_history(result, history, *_):
 
 def wrong_row(row):
     def change(ids, *_):
-        ids[row, 1] = (ids[row, 1] + 1) % 96
+        if ids.dim() == 2:  # not of a stream
+            ids[row, 1] = (ids[row, 1] + 1) % 96
         return ids
 
     return change
@@ -152,6 +153,7 @@ MADE = {
     "DFlash2": lambda: tiny.engine("DFlash2", dtype="float32"),
     "DFlash2 in bfloat16": lambda: tiny.engine("DFlash2", dtype="bfloat16"),
     "DSpark": lambda: tiny.engine("DSpark", dtype="float32"),
+    "trees": lambda: tiny.engine("DFlash2", dtype="float32", tree=32),
     "ngram": lambda: tiny.engine("ngram", dtype="float32", draft_ngram=2),
     "int8": lambda: compressing("int8"),
     "tq4v3": lambda: compressing("tq4v3"),
@@ -188,6 +190,9 @@ WRONG = [
         "",
     ),
     ("DFlash2 in bfloat16", "conv_after", lambda both, *_: (both[0], -both[1]), "block convolution", ""),
+    ("trees", "weigh", lambda one, *_: one._replace(chances=one.chances - 0.01), "trees", "chances"),
+    ("trees", "grow", lambda one, *_: one._replace(paths=one.paths.roll(1, dims=1)), "trees", "32 tokens"),
+    ("trees", "copy_slots", lambda _, keys, *__: keys.mul_(1.001), "trees", "slots"),
     ("ngram", "lookup", late_draft, "lookup", ""),
     ("ngram", "remember", wrong_history, "lookup", ""),
     ("int8", "attend_compressed", slightly, "compressed attention", ""),

@@ -26,6 +26,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import every_round, few_rounds, warm
 from blockdraft.step.drafter import Weightless
+from blockdraft.step.step_sizes import even
 from tests import tiny
 from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load_pair, write_target
@@ -270,7 +271,7 @@ def test_where_bits_are_kept_an_answer_must_be_equal_and_elsewhere_it_is_counted
 def test_a_captured_step_that_gives_other_tokens_stops_the_start(monkeypatch):
     engine = tiny.engine("none")
     engine.graphs = SimpleNamespace(
-        find=lambda *_: None, size=lambda *_: None, has=lambda *_: False, places=[(1, 1), (1, 8)]
+        find=lambda *_: None, size=lambda *_: None, has=lambda *_: False, places=[even(1, 1), even(1, 8)]
     )
     assert "graphs" in [check.name for check in verify_engine(engine, ignore).checks]
     right = draftcheck.answer

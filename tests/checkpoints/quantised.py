@@ -111,8 +111,7 @@ FP8_CHANNEL = {**FLOAT8, "strategy": "channel"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
 INPUT_SCALE = {".input_scale": torch.tensor(0.5)}
 
-# A zero point of 4 bits is kept in a byte; the middle code and runs of columns are not kept at all.
-ZEROS_IN_BYTES = {".qzeros": 2, ".g_idx": 0}
+# Middle zero points and runs of columns are not kept at all.
 MIDDLE_ZEROS = {".qzeros": 0, ".g_idx": 0}
 NO_SHAPE = {".weight_shape": 0}
 

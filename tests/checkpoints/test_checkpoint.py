@@ -23,6 +23,7 @@ from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import TensorInfo
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.tokenizer_parts import refusing
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 from tests.memory import peak_growth_mb
 
@@ -338,10 +339,19 @@ def test_folder_without_tokenizer_opens_but_has_no_text(folder: Path):
         checkpoint.tokenizer_parts()
 
 
-def test_damaged_tokenizer_is_named(texts: Path):
-    (texts / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+PANIC = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}}'
+
+
+@pytest.mark.parametrize(("text", "why"), [("{", "EOF"), (PANIC, "out of range")])
+def test_damaged_tokenizer_is_named(texts: Path, text: str, why: str):
+    (texts / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"tokenizer\.json cannot be read \(.*{why}.*Download it again"):
         open_folder(texts).tokenizer_parts()
+
+
+def test_only_what_the_tokenizers_library_raises_is_a_damaged_tokenizer():
+    with pytest.raises(KeyError), refusing("it is damaged", "Download it again."):
+        raise KeyError("a bug of ours")
 
 
 def test_eos_ids_are_the_union_in_order(texts: Path):

@@ -15,8 +15,10 @@ from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.packed_speeds import MEASURED, KernelSpeed
 from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.models.packed_words import Words
 from blockdraft.settings.settings import Settings
 from blockdraft.start import loading
 from blockdraft.start.loading import load_models, resolve_device
@@ -213,6 +215,24 @@ def test_a_quantised_checkpoint_is_unpacked_and_that_is_said(tmp_path):
         engine = dummy_engine(folder, quantization=asked)
         assert engine.plan.quantization == planned
         assert any("fp8" in notice for notice in engine.models.labels.notices)
+
+
+def test_both_forms_are_int4_beside_its_values(tmp_path, monkeypatch):
+    """So that a card can time them without files; only where int4 was measured."""
+    tiles = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    write_target(tmp_path / "target", CONFIGS["qwen3"](**BASE | tiles), seed=3)
+    with pytest.raises(SettingsError, match="quantization = both, but on this device no kernel was measured"):
+        dummy(tmp_path / "target", quantization="both")
+    monkeypatch.setitem(MEASURED, ((0, 0), "int4"), KernelSpeed(16))
+    settings = Settings(model=str(tmp_path / "target"), dtype="bfloat16", load_format="dummy", **SMALL)
+    opened = loading.open_models(settings, ignore)
+    opened = replace(opened, plan=replace(opened.plan, quantization="both"))
+    target = loading.read_weights(opened, ignore).target
+    words = [part.weight for part in target.modules() if isinstance(getattr(part, "weight", None), Words)]
+    assert len(words) == 4 * opened.target.config.num_layers
+    for one in words:
+        assert one.weight.code == "int4"
+        assert torch.equal(one.weight.values, one.stored().dequantise(torch.bfloat16))
 
 
 def test_a_gguf_gives_its_shape_and_its_tokenizer(tmp_path):

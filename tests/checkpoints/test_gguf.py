@@ -23,6 +23,7 @@ from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import ModelError
 from blockdraft.models.packed_gguf import unpack
+from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import (
     BPE_MERGES,
     BPE_TOKENS,
@@ -145,12 +146,23 @@ def test_packed_rows_dequantise_to_what_read_returns(mixed: GgufCheckpoint):
     for name in packed:
         num_rows, num_columns = mixed.tensors()[name].shape
         block_length, block_bytes = gguf.GGML_QUANT_SIZES[Type(mixed.ggml_type(name))]
-        for begin, end in [(0, None), (0, 0), (3, 3), (1, num_rows - 1), (17, 30), (num_rows - 1, num_rows)]:
-            rows = mixed.read_packed(name, begin, end)
-            expected = mixed.read(name, begin, end)
-            assert rows.dtype == torch.uint8
-            assert rows.shape == (len(expected), num_columns // block_length * block_bytes)
-            assert torch.equal(unpack(rows, mixed.ggml_type(name)).view_as(expected), expected)
+        rows, expected = mixed.read_packed(name), mixed.read(name)
+        assert rows.dtype == torch.uint8
+        assert rows.shape == (num_rows, num_columns // block_length * block_bytes)
+        assert torch.equal(unpack(rows, mixed.ggml_type(name)).view_as(expected), expected)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0])
+@pytest.mark.parametrize("read", ["read", "read_packed"])
+def test_a_scale_that_is_no_number_is_refused_by_the_tensor(tmp_path: Path, kind: Type, read: str):
+    path = write(tmp_path / "a.gguf", kinds={"blk.0.ffn_up.weight": kind})
+    info = GgufHeader(path, name="a").tensors["blk.0.ffn_up.weight"]
+    last = info.offset + info.num_bytes - gguf.GGML_QUANT_SIZES[kind][1]
+    data = bytearray(path.read_bytes())
+    data[last : last + 2] = b"\x00\x7e"
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"a scale of 'model\.layers\.0\.mlp\.up_proj\.weight' is infinite"):
+        getattr(open_gguf(path), read)("model.layers.0.mlp.up_proj.weight")
 
 
 def test_packed_rows_are_in_hugging_face_order(mixed: GgufCheckpoint):
@@ -207,7 +219,7 @@ def test_experts_are_sliced_as_rows(tmp_path: Path, architecture: str):
     assert checkpoint.ggml_type(name) == Type.MXFP4
     assert checkpoint.tensors()[name].shape == (EXPERTS, EXPERT_FFN, HIDDEN)
     stored = gguf.quants.quantize(tensors["blk.0.ffn_gate_exps.weight"], Type.MXFP4)
-    packed = checkpoint.read_packed(name, 1, 3)
+    packed = checkpoint.read_packed(name)[1:3]
     assert packed.shape == (2, EXPERT_FFN, HIDDEN // 32 * 17)
     assert np.array_equal(packed.numpy(), stored[1:3])
     values = checkpoint.read(name, 1, 3)
@@ -449,6 +461,11 @@ def test_byte_level_tokenizer_splits_digits_and_merges(tiny: Path):
     assert parts.tokenizer.decode(parts.tokenizer.encode("ab é 12").ids) == "ab é 12"
     assert (parts.bos_token, parts.eos_token, parts.eos_ids) == ("<bos>", "<eos>", (0, 3))
     assert parts.chat_template == "{{ messages }}"
+
+
+def test_merges_of_no_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gguf_files, "BPE_MERGES", ["a nowhere"])
+    assert "cannot be rebuilt" in refusal(write(tmp_path / "a.gguf"))
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not(tiny: Path):

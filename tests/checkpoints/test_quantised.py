@@ -13,11 +13,15 @@ from blockdraft.checkpoints.schemes import CompressedIntScheme
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.packed_speeds import MEASURED
+from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.packed_speeds import MEASURED, KernelSpeed
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Packed, Stacked
 from blockdraft.models.packed_words import Words
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import open_models, read_weights
+from blockdraft.start.slower_parts import slower_parts
 from blockdraft.step.dflash import DFlashDrafter
 from tests.checkpoints import packers
 from tests.checkpoints.quantised import (
@@ -26,6 +30,8 @@ from tests.checkpoints.quantised import (
     GGUF_FORMATS,
     W4_ASYMMETRIC,
     Format,
+    GgufFormat,
+    GgufPair,
     Pair,
     compress,
     compressed,
@@ -43,6 +49,14 @@ PROMPTS = ([5, 9, 2, 40, 41, 42, 43], [1, 3])
 
 def loaded(folder, quantization="none", **settings):
     return load_pair(folder, quantization=quantization, **{"dtype": "float32", **LIMITS, **settings})
+
+
+def loaded_as(storage, folder):
+    """A pair in bfloat16 whose plan holds the target's weights as a plan for a card would."""
+    settings = Settings(model=str(folder), draft=None, device="cpu", dtype="bfloat16", **LIMITS)
+    opened = open_models(settings, lambda _: None)
+    opened = replace(opened, plan=replace(opened.plan, quantization=storage))
+    return read_weights(opened, lambda _: None), opened.plan
 
 
 def logits(pair):
@@ -113,6 +127,13 @@ def test_packed_weights_write_the_same_tokens(pair):
 
 MXFP4 = {**packers.FLOAT4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 TILES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def gguf_of(kind):
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    return GgufFormat("llama", "llama", TILES, dict.fromkeys(names, kind))
+
+
 IN_WORDS = {
     "nvfp4-modelopt": (FORMATS["nvfp4-modelopt"], "nvfp4"),
     "nvfp4-awq": (replace(FORMATS["nvfp4-awq-moe"], family="qwen3"), "nvfp4"),
@@ -133,7 +154,18 @@ IN_WORDS = {
         replace(FORMATS["int4-asymmetric"], pack=lambda weight, seed: compress_in_half(weight)),
         "int4",
     ),
+    "gguf-q4_0": (gguf_of(packers.Type.Q4_0), "q4_0"),
+    "gguf-q4_1": (gguf_of(packers.Type.Q4_1), "q4_1"),
+    "gguf-q8_0": (gguf_of(packers.Type.Q8_0), "q8_0"),
 }
+
+
+def in_tiles(folder, name):
+    """The pair of files of IN_WORDS[name], whose projections are whole tiles."""
+    form, _ = IN_WORDS[name]
+    if isinstance(form, GgufFormat):
+        return GgufPair(folder, form)
+    return Pair(folder, replace(form, overrides={**TILES, "attention_bias": name == "awq-biases"}))
 
 
 def compress_in_half(weight):
@@ -146,17 +178,26 @@ def compress_in_half(weight):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(list(IN_WORDS), "nvfp4-modelopt", "mxfp4-compressed", "awq-biases", "int4-compressed")
+    "name",
+    slow_but(
+        list(IN_WORDS),
+        "nvfp4-modelopt",
+        "mxfp4-compressed",
+        "awq-biases",
+        "int4-compressed",
+        "gguf-q4_1",
+        "gguf-q8_0",
+    ),
 )
 def test_files_of_four_bits_become_words_that_are_the_dense_weights(tmp_path, name, monkeypatch):
-    form, code = IN_WORDS[name]
-    pair = Pair(tmp_path, replace(form, overrides={**TILES, "attention_bias": name == "awq-biases"}))
+    pair, code = in_tiles(tmp_path, name), IN_WORDS[name][1]
     before = loaded(pair.packed, "keep", dtype="bfloat16")
     assert not any(isinstance(weight, Words) for _, weight in top_packed(before[0].target))
-    monkeypatch.setitem(MEASURED, ((0, 0), code), 16)
+    monkeypatch.setitem(MEASURED, ((0, 0), code), KernelSpeed(16))
     kept, dense = (loaded(pair.packed, storage, dtype="bfloat16") for storage in ("keep", "none"))
     weights = dict(top_packed(kept[0].target))
-    assert len(weights) == 3 * 4, "qkv, out, gate and up, down of each layer"
+    num_layers = dense[0].config.num_layers
+    assert len(weights) == num_layers * 4, "qkv, out, gate and up, down of each layer"
     # With factors of their own, projections of one input stay apart, in groups.
     found = {type(weight) for weight in weights.values()}
     assert found == ({Words, Stacked} if name == "nvfp4-awq" else {Words})
@@ -164,6 +205,21 @@ def test_files_of_four_bits_become_words_that_are_the_dense_weights(tmp_path, na
     for path, weight in weights.items():
         expected = dense[0].target.get_submodule(path.removesuffix(".weight")).weight
         assert same(weight.dequantise(torch.bfloat16), expected.data)
+    both = loaded_as("both", pair.packed)
+    assert same(logits(both), logits(dense))
+    found = dict(top_packed(both[0].target))
+    assert found.keys() == {path for path, weight in weights.items() if isinstance(weight, Words)}
+    linears = [part for part in both[0].target.modules() if isinstance(part, Linear)]
+    whys = {part.why_unpacked for part in linears}
+    assert whys == ({"", "parts with column factors of their own"} if name == "nvfp4-awq" else {""})
+    named = " ".join(
+        slower_parts(both[0].with_kernels(kernels_for(torch.bfloat16, torch.device("cuda"))), both[1])
+    )
+    assert ("weights are held unpacked only" in named) == (name == "nvfp4-awq")
+    for path, weight in found.items():
+        expected = dense[0].target.get_submodule(path.removesuffix(".weight")).weight
+        assert same(weight.weight.values, expected.data)
+        assert same(weight.stored().dequantise(torch.bfloat16), expected.data)
 
 
 # What cannot be read is refused, with the checkpoint and the module in the message
@@ -288,14 +344,25 @@ def test_a_quantised_file_without_its_configuration_is_refused(tmp_path, name):
         assert "has no tensor 'model.layers.0." in message
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "gguf-llama-tied"])
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(
-        "blockdraft.planner.resolver.why_not_here", lambda: "a CPU may: GGUF, in whole numbers"
-    )
-    pair = write_pair(tmp_path, name)
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
+    pair = write_pair(tmp_path, "fp8-block")
     with pytest.raises(SettingsError, match="quantization = int8, but the checkpoint is quantised"):
         loaded(pair.packed, "int8")
+
+
+@pytest.mark.parametrize("name", slow_but(["gguf-llama-tied", "gguf-qwen3moe"], "gguf-llama-tied"))
+@pytest.mark.parametrize("storage", ["fp8", "int8", "int4"])
+def test_a_gguf_file_is_quantised_from_its_values(tmp_path, name, storage, monkeypatch):
+    """As the same values in a file of floats are. Only a GGUF file may be: it is what many models come in."""
+    monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
+    pair = write_pair(tmp_path, name)
+    found, expected = (loaded_as(storage, folder) for folder in (pair.packed, pair.dense))
+    assert same(logits(found), logits(expected))
+    packed, plain = (dict(top_packed(one[0].target)) for one in (found, expected))
+    assert packed.keys() == plain.keys()
+    assert len(packed) >= 2 * 4
+    for path, weight in packed.items():
+        assert same(weight.dequantise(torch.bfloat16), plain[path].dequantise(torch.bfloat16))
 
 
 def test_projections_left_plain_without_being_listed_are_read_as_they_are(tmp_path):

@@ -224,7 +224,7 @@ def test_the_speed_is_all_tokens_over_all_time_and_the_rate_after_the_first_step
 
 def test_every_setting_has_a_flag():
     values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
-    values |= {"quantization": "fp8", "draft_quantization": "keep", "draft_ngram": "0"}
+    values |= {"quantization": "fp8", "draft_quantization": "keep", "draft_ngram": "0", "tree": "0"}
     values |= {"sampling_defaults": "openai", "tool_format": "hermes"}
     values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
     values |= {"recheck": "0.5"}
@@ -252,7 +252,7 @@ def test_every_setting_has_a_flag():
     [
         ("--dtype", "int4", "'bfloat16'"),
         ("--load-format", "int4", "'auto', 'dummy'"),
-        ("--quantization", "int4", "'keep', 'none', 'fp8', 'int8'"),
+        ("--quantization", "int2", "'keep', 'none', 'both', 'fp8', 'int8', 'int4'"),
         ("--log-level", "warn", "'warning', 'error'): did you mean warning?"),
     ],
 )

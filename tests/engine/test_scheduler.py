@@ -28,6 +28,7 @@ class Bench:
             prefix_cache=prefix_cache,
             block=BLOCK,
             width=BLOCK,
+            tree=0,
             step_costs={},
         )
         self.scheduler = Scheduler(plan, self.pages, lambda: self.now_s)
@@ -248,17 +249,14 @@ def test_chunks_and_decode_steps_take_turns():
 # ---- decode
 
 
-def test_rows_of_one_width_run_together_and_widths_take_turns():
+def test_rows_of_all_widths_run_together():
     bench = Bench(rows=4)
-    for width in (2, 1, 2):
-        bench.add(1, width=width)
-    batches = [bench.step() for _ in range(4)]
-    assert [(batch.width, names(batch)) for batch in batches] == [
-        (1, ["r2"]),
-        (2, ["r1", "r3"]),
-        (1, ["r2"]),
-        (2, ["r1", "r3"]),
-    ]
+    sequences = [bench.add(1, width=width) for width in (2, 1, 3)]
+    batch = bench.scheduler.schedule()
+    assert (batch.counts, names(batch)) == ((2, 1, 3), ["r1", "r2", "r3"])
+    assert [sequence.num_in_flight for sequence in sequences] == [2, 1, 3]
+    bench.commit(batch, 1)
+    assert [sequence.num_in_flight for sequence in sequences] == [0, 0, 0]
 
 
 def test_a_row_has_pages_for_the_step_in_flight_and_the_next():
@@ -339,3 +337,12 @@ def test_after_an_interrupt_rows_end_and_who_waits_is_served():
     assert bench.pages.num_free == bench.pages.num_pages
     bench.step()
     assert bench.scheduler.running == [waiting]
+
+
+def test_a_page_of_an_answer_is_offered_to_others_in_the_step_that_fills_it():
+    bench = Bench(prefix_cache=True)
+    sequence = bench.add(6)
+    for _ in range(12):
+        bench.step()
+        assert sequence.num_remembered_pages == sequence.length // PAGE
+    assert sequence.num_remembered_pages > 2

@@ -287,7 +287,7 @@ def test_drafts_since_a_narrower_block():
 def test_a_speedup_is_that_of_all_steps_of_late_plain_ones_included(clock):
     """Wide steps take as long as two plain ones here."""
     engine = make_engine(clock)
-    engine.scheduler.num_plain = lambda batch: 1.0 if batch.width == 1 else 2.0
+    engine.scheduler.num_plain = lambda batch, size: 1.0 if max(batch.counts) == 1 else 2.0
     engine.add([1, 2, 3, 4], greedy(max_tokens=66))
     drain(engine, clock)
     wide = engine.snapshot()
@@ -309,14 +309,14 @@ def test_a_speedup_is_that_of_all_steps_of_late_plain_ones_included(clock):
 def test_a_speedup_is_not_known_where_one_step_is_not(clock):
     engine = make_engine(clock)
     for num_plain in (1.0, None):
-        engine.scheduler.num_plain = lambda batch: num_plain  # noqa: B023
+        engine.scheduler.num_plain = lambda batch, size: num_plain  # noqa: B023
         engine.add([1, 2, 3, 4], greedy(width=1, max_tokens=10))
         drain(engine, clock)
         assert (engine.snapshot().speedup is None) == (num_plain is None)
 
 
 def test_a_speedup_that_is_not_known_is_not_shown():
-    nothing = Stats().snapshot(Load(chosen_rows=1, chosen_width=4, speedup=1.5))
+    nothing = Stats().snapshot(Load(chosen_rows=1, chosen_width=4, chosen_tokens=4, speedup=1.5))
     assert nothing.speedup is None, "nothing was decoded"
     assert nothing.speculation == "speculation: on, 4 tokens tried per step with one answer"
     for snapshot, is_there in ((nothing, False), (replace(nothing, speedup=1.5), True)):

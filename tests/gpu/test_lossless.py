@@ -32,6 +32,12 @@ def test_every_kind_of_drafter_in_graphs_emits_the_tokens_of_plain_decoding(kind
     stepping.check_kind(CARD, kind, temperature=temperature)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["trained", "DFlash2", "DSpark"])
+def test_trees_in_graphs_emit_the_tokens_of_plain_decoding(kind, temperature):
+    stepping.check_trees(CARD, kind, temperature=temperature)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_5-mrope", "qwen3_next-whole"])
 def test_a_model_s_own_head_in_graphs_emits_the_tokens_of_plain_decoding(name, overlap):

@@ -12,6 +12,7 @@ from blockdraft.kernels.noise import philox
 from tests.kernels.implementations import CPU, DEVICE, HAS_CARD, implementation_of, only_triton, quiet
 
 pytestmark = quiet
+NONE = torch.tensor(2**30)  # no limit
 CASES = {  # samples, block, tokens to commit
     "width 1": ([[4]], [[9]], [1]),
     "all right": ([[1, 2, 3, 4]], [[9, 1, 2, 3]], [4]),
@@ -37,25 +38,30 @@ def count(samples, block):
 def test_a_draft_counts_while_it_equals_the_sample_before_it(implementation, name):
     sampled, block, expected = CASES[name]
     assert [count(*rows) for rows in zip(sampled, block, strict=True)] == expected
-    given = (torch.tensor(one, device=implementation.device) for one in (sampled, block))
-    got = implementation.kernels.count_accepted(*given)
-    assert got.dtype == torch.int64
-    assert got.tolist() == expected
+    given = [torch.tensor(one, device=implementation.device) for one in (sampled, block)]
+    for limit in (1, 2, 3, 2**30):
+        limits = torch.full((len(block),), limit, device=implementation.device)
+        got = implementation.kernels.count_accepted(*given, limits)
+        assert got.dtype == torch.int64
+        assert got.tolist() == [min(one, limit) for one in expected]
 
 
 @pytest.mark.parametrize("width", [2, 3, 8, 16, 17])
 def test_drawn_blocks_count_as_one_by_one(implementation, width):
     num_rows = 20 if implementation.is_interpreted else 200
     generator, count_accepted = torch.Generator().manual_seed(width), implementation.kernels.count_accepted
+    limits = torch.randint(1, width + 2, (num_rows,), generator=generator)
     sampled, block = torch.randint(0, 2, (2, num_rows, width + 1), generator=generator)
     sampled[:3, :-2] = block[:3, 1:-1]
     sampled, block = sampled.to(implementation.device)[:, :width], block.to(implementation.device)[:, :width]
     expected = [count(*rows) for rows in zip(sampled.tolist(), block.tolist(), strict=True)]
     assert set(expected) >= {1, width}
-    assert count_accepted(sampled, block).tolist() == expected  # parts of wider tensors
-    assert count_accepted(sampled.contiguous(), block.contiguous()).tolist() == expected
+    expected = [min(pair) for pair in zip(expected, limits.tolist(), strict=True)]
+    limits = limits.to(implementation.device)
+    assert count_accepted(sampled, block, limits).tolist() == expected  # parts of wider tensors
+    assert count_accepted(sampled.contiguous(), block.contiguous(), limits).tolist() == expected
     turned = sampled.T.contiguous().T, block.T.contiguous().T
-    assert count_accepted(*turned).tolist() == expected
+    assert count_accepted(*turned, limits).tolist() == expected
 
 
 # ---- advance
@@ -165,10 +171,17 @@ def seeded(seeds, device=CPU):
 
 def test_rates_decide_how_far_a_step_gets():
     batch, starts = seeded([5, -5]), torch.tensor([3, 9])
-    assert REFERENCE.draw_accepted(torch.ones(7), starts, batch).tolist() == [8, 8]
-    assert REFERENCE.draw_accepted(torch.zeros(7), starts, batch).tolist() == [1, 1]
-    assert REFERENCE.draw_accepted(torch.tensor([1.0, 1.0, 0.0]), starts, batch).tolist() == [3, 3]
-    assert REFERENCE.draw_accepted(torch.ones(0), starts, batch).tolist() == [1, 1]
+
+    def drawn(rates, limits=NONE):
+        return REFERENCE.draw_accepted(rates, starts, limits, batch).tolist()
+
+    assert drawn(torch.ones(7)) == [8, 8]
+    assert drawn(torch.ones(7), torch.tensor([3, 9])) == [3, 8]
+    assert drawn(torch.zeros(7)) == [1, 1]
+    assert REFERENCE.draw_accepted(
+        torch.tensor([1.0, 1.0, 0.0]), starts, NONE.expand_as(starts), batch
+    ).tolist() == [3, 3]
+    assert drawn(torch.ones(0)) == [1, 1]
 
 
 def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
@@ -181,9 +194,9 @@ def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
         uniform = ((word >> 9) + 0.5) * 2.0**-23
         batch, starts = seeded([seed]), torch.tensor([length])
         for shift, expected in ((1e-4, 2), (-1e-4, 1)):
-            assert REFERENCE.draw_accepted(torch.tensor([uniform + shift]), starts, batch).tolist() == [
-                expected
-            ]
+            assert REFERENCE.draw_accepted(
+                torch.tensor([uniform + shift]), starts, NONE.expand_as(starts), batch
+            ).tolist() == [expected]
 
 
 @only_triton
@@ -195,7 +208,8 @@ def test_drawn_acceptance_is_the_references_integer(implementation, num_rates):
     starts = torch.randint(0, 2**20, (num_rows,), generator=generator)
     starts[::3] += 2**32 * torch.arange(1, len(starts[::3]) + 1)
     rates = torch.linspace(0.97, 0.05, num_rates)
-    given = rates.to(DEVICE), starts.to(DEVICE), seeded(seeds, DEVICE)
+    limits = torch.randint(1, 9, starts.shape, generator=generator)
+    given = rates.to(DEVICE), starts.to(DEVICE), limits.to(DEVICE), seeded(seeds, DEVICE)
     expected = REFERENCE.draw_accepted(*given)
     assert num_rates < 7 or len(expected.unique()) > 4
     assert implementation.kernels.draw_accepted(*given).tolist() == expected.tolist()
@@ -207,11 +221,11 @@ def test_a_captured_step_follows_its_tensors():
     case, other = Case(DEVICE, padding=2), Case(DEVICE, padding=2)
     progress = Progress(case.rows.length, case.rows.anchor)
     batch = case.rows.sampling()
-    kernels.count_accepted(case.sampled, case.block)  # compiled before it is captured
+    kernels.count_accepted(case.sampled, case.block, case.rows.limits)  # compiled before it is captured
     case.advance(kernels.advance)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        counted = kernels.count_accepted(case.sampled, case.block)
+        counted = kernels.count_accepted(case.sampled, case.block, case.rows.limits)
         kernels.advance(progress, case.block, case.sampled, counted, batch)
     for tensor, fresh in (
         (case.rows.length, other.rows.length),
@@ -221,7 +235,7 @@ def test_a_captured_step_follows_its_tensors():
         tensor.copy_(fresh)
     case.sampled[:, :3] = case.block[:, 1:4]
     other.sampled.copy_(case.sampled)
-    other.num_committed = kernels.count_accepted(other.sampled, other.block)
+    other.num_committed = kernels.count_accepted(other.sampled, other.block, other.rows.limits)
     length, anchor, counts = other.expected()
     graph.replay()
     assert case.rows.length.tolist() == length

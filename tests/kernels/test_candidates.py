@@ -5,6 +5,8 @@ The kernels are held to the reference with numbers that are summed exactly in an
 agree; and once with numbers that are not.
 """
 
+import functools
+import itertools
 import random
 
 import pytest
@@ -17,7 +19,7 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.kernels.llvm.candidates import MOST, takes
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 from blockdraft.kernels.noise import gumbel
-from blockdraft.kernels.sampling import NEVER, reference_choose
+from blockdraft.kernels.sampling import NEVER, places_of, reference_choose
 from blockdraft.kernels.sampling_tables import Whole
 from tests.kernels.implementations import CPU, HALF, only_kernels, only_llvm, quiet, slow_triton
 from tests.kernels.test_sampling import OPEN
@@ -80,6 +82,21 @@ def check(implementation, rows, logits, pairs):
     assert drafts.dtype == torch.int64
     assert drafts.tolist() == expected.tolist()
     return drafts
+
+
+def test_rows_of_different_widths_draft_the_first_drafts_of_whole_rows(implementation):
+    names = list(RULES) if not implementation.is_interpreted else ["greedy", "random", "filters", "penalties"]
+    rows = place_rows([RULES[name] for name in names], device=implementation.device)
+    logits, pairs = make_walk(rows, has_mixture=True)
+    whole = walked(implementation.kernels.walk, rows, logits, pairs)
+    widths = [(1, DRAFTS, 0, 2)[row % 4] for row in range(len(names))]
+    offsets = torch.tensor([0, *itertools.accumulate(widths)])
+    places = places_of(offsets, sum(widths), DRAFTS)
+    stream = pairs._replace(mixture=places.take(pairs.mixture).contiguous())
+    there = places_of(offsets.to(implementation.device), sum(widths), DRAFTS)
+    walk = functools.partial(implementation.kernels.walk, places=there)
+    got = walked(walk, rows, places.take(logits).contiguous(), stream)
+    assert torch.equal(got, there.take(whole))
 
 
 def is_open(rule):

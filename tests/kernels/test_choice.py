@@ -123,9 +123,11 @@ CALLS = {
     "choose": lambda kernels: kernels.choose(
         torch.randn(1, 2, 8), torch.tensor([1]), torch.tensor([[2, 3]]), _rows().sampling()
     ),
-    "count_accepted": lambda kernels: kernels.count_accepted(torch.tensor([[1, 2]]), torch.tensor([[0, 1]])),
+    "count_accepted": lambda kernels: kernels.count_accepted(
+        torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), torch.tensor([2])
+    ),
     "draw_accepted": lambda kernels: kernels.draw_accepted(
-        torch.ones(3), torch.tensor([1]), _rows().sampling()
+        torch.ones(3), torch.tensor([1]), torch.tensor([4]), _rows().sampling()
     ),
     "advance": _advance,
     "conv_before": lambda kernels: kernels.conv_before(

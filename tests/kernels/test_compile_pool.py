@@ -104,6 +104,17 @@ def test_a_word_that_names_a_type_stays_a_word():
     assert _constant("int8") == "int8"
 
 
+def test_a_worker_answers_whatever_a_kernel_raises(monkeypatch):
+    from blockdraft.kernels.triton import compile_workers
+
+    monkeypatch.setattr(compile_workers, "compile_kernel", lambda *_: {}["a key"])
+    target = {"backend": "cuda", "arch": 90, "warp_size": 32}
+    answer = compile_workers._answer(
+        json.dumps({"module": "m", "name": "one", "specialization": "", "target": target})
+    )
+    assert json.loads(answer) == {"name": "one", "error": "KeyError: 'a key'"}
+
+
 @pytest.mark.slow
 def test_whoever_runs_a_kernel_finds_it_compiled(tmp_path):
     is_zero, skipped, compiled, after, kinds, told, errors = run(SCRIPT, tmp_path)

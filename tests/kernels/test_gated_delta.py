@@ -39,7 +39,6 @@ class Ops:
 
 
 REFERENCE, CHOSEN = Ops(is_reference=True), Ops(is_reference=False)
-scan, fold = CHOSEN.scan, CHOSEN.fold
 
 
 @pytest.fixture(params=["reference", "chosen"])

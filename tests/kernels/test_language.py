@@ -341,6 +341,9 @@ REFUSED = [  # the body of a kernel, the line of the mistake in it, and how it i
     ("_ = Registers((2, 2), n.zeros(f32))[2, 0]", 1, r"there is no register \(2, 0\)"),
     ("Registers((2,), n.zeros(f32))[0] = n.zeros(f32.wide(4))", 1, "<4 x float> goes to registers of float"),
     ("for i in range(n):\n    out[i] = i\nelse:\n    out[0] = 1", 1, "no 'else'"),
+    ("a, b = (1, 2, 3)", 1, "argument 2 is longer"),
+    ("_ = 1 // 0", 1, "by zero"),
+    ("_ = n.nothing", 1, "no attribute 'nothing'"),
 ]
 
 
@@ -362,6 +365,20 @@ def test_a_mistake_is_refused_with_the_kernel_and_the_line(body, line, message):
     exec(compile(text, body, "exec"), names)  # with this file's `annotations`
     with pytest.raises(TypeError, match=rf"wrong, line {2 + line}: .*{message}"):
         assembly(names["wrong"])
+
+
+def not_known():
+    raise NotImplementedError("by a helper")
+
+
+@kernel
+def asks_helper(out: Longs) -> None:
+    out[0] = not_known()
+
+
+def test_an_error_of_a_helper_passes_as_it_is():
+    with pytest.raises(NotImplementedError, match="by a helper"):
+        assembly(asks_helper)
 
 
 def test_the_place_of_a_mistake_is_in_the_function_that_has_it():

@@ -7,6 +7,7 @@ near.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -26,6 +27,7 @@ from blockdraft.kernels.sampling import (
     Allowed,
     keep_likely,
     penalise,
+    places_of,
     reference_choose,
     reference_forbid,
 )
@@ -549,6 +551,31 @@ def test_nan_logits_end_with_a_token_of_the_vocabulary(implementation):
         implementation.kernels.choose, rows, torch.full((5, 1, 300), math.nan, device=implementation.device)
     )
     assert ((chosen >= 0) & (chosen < 300)).all()
+
+
+def test_a_stream_of_some_columns_chooses_what_the_columns_of_its_rows_choose(implementation):
+    """Rows of 1, 3, 2, … columns: with every rule, and after what forms forbid."""
+    names, width, vocab_size, device = list(RULES), 3, 70, implementation.device
+    if implementation.is_interpreted:
+        names = ["greedy", "all", "greedy counts", "banned"]
+    rows = place_rows([RULES[name] for name in names], vocab_size, device=device)
+    block = make_block(rows, width)
+    logits = (2 * normal(0, len(names), width, vocab_size)).to(device)
+    words = torch.randint(-(2**31), 2**31, (len(names), width, 3)).to(device, torch.int32)
+    allowed = Allowed(words, (torch.arange(len(names)) % 4).to(device, torch.int32))
+    widths = [(1, 3, 2)[row % 3] for row in range(len(names))]
+    offsets = torch.tensor([0, *itertools.accumulate(widths)], device=device)
+    places = places_of(offsets, sum(widths), width)
+    assert places.rows.tolist() == [row for row, its in enumerate(widths) for _ in range(its)]
+    assert places.columns.tolist() == [column for its in widths for column in range(its)]
+    stream = places.take(logits)
+    implementation.kernels.forbid(logits, allowed)
+    implementation.kernels.forbid(stream, allowed, places)
+    assert torch.equal(stream, places.take(logits))
+    starts = rows.length[rows.active]
+    expected = implementation.kernels.choose(logits, starts, block, rows.sampling())
+    got = implementation.kernels.choose(stream, starts, block, rows.sampling(), places)
+    assert torch.equal(got, places.take(expected))
 
 
 @only_triton

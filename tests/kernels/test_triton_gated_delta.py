@@ -20,9 +20,10 @@ from blockdraft.kernels.gated_delta import (
     reference_scan,
 )
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.kernels.triton import gated_delta
+from tests.kernels.delta_layer import NAN, DeltaLayer, is_same
 from tests.kernels.implementations import DEVICE, HAS_CARD, on_card, slow_interpreted
 
-NAN = float("nan")
 REAL = Recurrent(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128, conv_width=4)
 SMALL = Recurrent(num_key_heads=1, num_heads=2, key_dim=8, value_dim=6, conv_width=4)
 ODD = Recurrent(num_key_heads=1, num_heads=1, key_dim=5, value_dim=20, conv_width=2)  # two slices of values
@@ -44,65 +45,15 @@ if HAS_CARD:
 small_and_more = pytest.mark.parametrize(("spec", "dtype"), [(SMALL, torch.float32), *MORE], ids=str)
 
 
-class Layer:
-    """A layer of four rows that all hold NaN, and the inputs that rows get at each position.
-
-    As in a model, x and the logits are parts of one projection. A layer of several, `index`, has inputs and
-    weights of its own, and shares their `states`.
-    """
-
-    saves = None
+class Layer(DeltaLayer):
+    """One for the card, or for the interpreter; a layer of several, `index`, has inputs of its own."""
 
     def __init__(self, spec, num_tokens, dtype=torch.float32, index=0, states=None):
-        generator = torch.Generator().manual_seed(index)
+        place = index if states else 0
+        super().__init__(states or states_of(spec, 1, dtype), num_tokens, dtype, index=place, seed=index)
 
-        def normal(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        self.spec, heads = spec, spec.num_heads
-        self.sizes = (spec.conv_channels, heads, heads)
-        self.inputs = normal(4, num_tokens, sum(self.sizes)).to(dtype).to(DEVICE)
-        self.weights = DeltaWeights(
-            normal(spec.conv_channels, spec.conv_width).to(dtype).to(DEVICE),
-            normal(heads).float().to(DEVICE),
-            normal(heads).float().to(DEVICE),
-        )
-        self.states = states or states_of(spec, 1, dtype)
-        self.storage = RecurrentState(self.states, index if states else 0)
-        self.poison()
-
-    def poison(self):
-        self.storage.state.fill_(NAN)
-        self.storage.tail.fill_(NAN)
-
-    def scan(self, rows, starts, counts, *, is_known, num_true=None, where=None):
-        """Reads of each row's tokens [start, start + count). From num_true[r] on they are not numbers."""
-        pieces = []
-        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-            piece = self.inputs[row, start : start + count]
-            piece = torch.cat((piece, piece.new_full((count - len(piece), piece.shape[1]), NAN)))
-            if num_true is not None:
-                piece[num_true[place] :] = NAN
-            pieces.append(piece)
-        x, beta, gate = torch.cat(pieces).split(self.sizes, dim=1)
-        if where is None:
-            where = scan_of(rows, starts, counts, is_known=is_known)._replace(saves=self.saves)
-        return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
-
-    def commit(self, rows, starts, counts):
-        self.states.commit(on_device(rows), on_device(starts), on_device(counts))
-
-    def decode(self, row, length):
-        """Token by token: the reads, and (state, tail) at every length."""
-        reads, states = [], {}
-        for start in range(length):
-            reads += self.scan((row,), (start,), (1,), is_known=False)
-            self.commit((row,), (start,), (1,))
-            states[start + 1] = self.copy(row)
-        return torch.cat(reads), states
-
-    def copy(self, row):
-        return self.storage.state[row].clone(), self.storage.tail[row].clone()
+    def where(self, rows, starts, counts, *, is_known):
+        return scan_of(rows, starts, counts, is_known=is_known)
 
     def expected(self, row, length):
         """Reads and last state by the reference, in float64 throughout."""
@@ -148,14 +99,6 @@ def scan_of(rows, starts, counts, *, is_known):
 
 def on_device(values):
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
-
-
-def is_same(mine, theirs):
-    """Return whether bits are equal, NaN included."""
-    return all(
-        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(mine, theirs, strict=True)
-    )
 
 
 def assert_near(got, expected, dtype):
@@ -532,3 +475,20 @@ def test_a_captured_step_follows_its_tensors(num_rows, width):
         assert is_same(captured, (reads, gated_norm(reads, z, norm, 1e-6)))
         lengths = [length + count for length, count in zip(lengths, kept, strict=True)]
         assert all(is_same(layer.copy(row), other.copy(row)) for row in chosen)
+
+
+@small_and_more
+def test_programs_of_several_tokens_have_the_bits_of_one_for_each(spec, dtype, monkeypatch):
+    """Rows begin and end inside programs, and one begins with a tail."""
+    rows, starts, counts = (2, 3), (1, 0), (2, NUM_TOKENS)
+    found = []
+    for tokens in (1, 4):
+        monkeypatch.setattr(gated_delta, "MANY_TOKENS", 1)
+        monkeypatch.setattr(gated_delta, "MIX_TOKENS", tokens)
+        layer = Layer(spec, NUM_TOKENS, dtype)
+        layer.scan((2,), (0,), (1,), is_known=True)
+        reads = layer.scan(rows, starts, counts, is_known=True)
+        found.append([*reads, *(part for row in rows for part in layer.copy(row))])
+    for one, several in zip(*found, strict=True):
+        assert torch.equal(one, several)
+    assert not any(part.isnan().any() for part in found[0])

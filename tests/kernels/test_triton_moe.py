@@ -1,6 +1,9 @@
 """The kernels for mixtures of experts against their PyTorch reference, in the interpreter or on the card."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import RMSNorm
 from blockdraft.models.moe import Experts, MoE, SharedExpert
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8
-from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles
+from blockdraft.models.packed_groups import Fp4Groups, IntGroups, pack_nibbles
 from tests.kernels.implementations import DEVICE, HALF, HAS_CARD, assert_close, normal, on_card
 from tests.matrix import slow_but
 
@@ -233,11 +236,16 @@ FEW_CHOICES = {
 }
 
 
-@pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize("ids", FEW_CHOICES.values(), ids=FEW_CHOICES)
-def test_pairs_of_few_tokens_are_found_without_grouping(ids, has_shared, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "has_shared"),
+    slow_but(
+        [(name, has_shared) for name in FEW_CHOICES for has_shared in (False, True)],
+        *((name, name == "several") for name in FEW_CHOICES),
+    ),
+)
+def test_pairs_of_few_tokens_are_found_without_grouping(name, has_shared, monkeypatch):
     experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
-    ids = torch.tensor(ids, device=DEVICE)
+    ids = torch.tensor(FEW_CHOICES[name], device=DEVICE)
     tokens = (
         normal(len(ids), 40, dtype=HALF),
         normal(*ids.shape, seed=3),
@@ -489,6 +497,115 @@ def mxfp4(values, parts):
     return Fp4Groups(pack_nibbles(codes), exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
+def int4(group, *, has_zero=True, scale=torch.bfloat16):
+    def pack(values, parts):
+        codes = (normal(*values.shape, seed=12) * 1000).long().remainder(16).to(torch.uint8)
+        sizes = (*values.shape[:2], values.shape[2] // (group or values.shape[2]))
+        buffers = {
+            "codes": pack_nibbles(codes),
+            "scale": (normal(*sizes, seed=13).abs() * 0.03 + 0.01).to(scale),
+            "zero": (normal(*sizes, seed=14) * 99).long().remainder(16).to(torch.uint8) if has_zero else None,
+            "group_index": None,
+        }
+        return IntGroups(values.shape, buffers, bits=4, group_size=group or values.shape[2])
+
+    return pack
+
+
+def nvfp4(second):
+    def pack(values, parts):
+        codes = (normal(*values.shape, seed=12) * 1000).long().remainder(16).to(torch.uint8)
+        sizes = (*values.shape[:2], values.shape[2] // 16)
+        scale = (normal(*sizes, seed=13) * 1000).long().remainder(127).to(torch.uint8)
+        whole = (0.5 + normal(values.shape[0], 1, 1, seed=15).abs()) * 1e-3
+        given = {second: whole if second == "multiplier" else 1 / whole}
+        return Fp4Groups(pack_nibbles(codes), scale.view(torch.float8_e4m3fn), **given)
+
+    return pack
+
+
+CODES = {
+    "int4": int4(32),
+    "int4 by part": by_part(lambda values: int4(16, scale=torch.float16)(values, ())),
+    "int4 of rows": int4(None, has_zero=False, scale=torch.float32),
+    "nvfp4 multiplied": by_part(lambda values: nvfp4("multiplier")(values, ())),
+    "nvfp4 divided": nvfp4("divisor"),
+}
+
+
+@pytest.mark.parametrize("block_k", slow_but([32, 64], 64))
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_widened_to_the_bits_of_dequantise(name, block_k):
+    """Each token is one column of the weight; 96 columns are no whole steps of 64."""
+    experts = build(3, 96, 64, dtype=HALF, pack=CODES[name])
+    config = moe.Config(16, 32, block_k, num_warps=1, num_stages=2)
+    columns = torch.arange(0, 96, 5, device=DEVICE)
+    x = torch.eye(96, dtype=HALF, device=DEVICE)[columns]
+    weight = experts.gate_up.weight.dequantise(HALF)
+    ids = torch.arange(len(columns), device=DEVICE)[:, None] % 3
+    expected = weight[ids[:, 0], :, columns]
+    assert expected.isfinite().all()
+    for matrices, wanted in zip(experts.gate_up.matrices(), expected.split(64, dim=1), strict=True):
+        out = torch.empty(len(columns), 64, dtype=HALF, device=DEVICE)
+        groups = routing.group(ids, 3, 16)
+        moe._launch(x, out, (matrices,), None, ids=ids, groups=groups, config=config)
+        assert torch.equal(out, wanted)
+
+
+def compile_for_a_card(code, is_few):
+    """Its columns are in order, as those of plain weights; nothing is spilled or left unwaited."""
+    import re
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    config, kernel = moe._FEW_CODES if is_few else moe.MANY, moe._experts_kernel
+    names = kernel.arg_names
+    kinds = {
+        "*bf16": "x out", "*u8": "first_values second_values first_scale second_scale",
+        "*i64" if is_few else "*i32": "ids order tiles", "i32": "num_tiles num_tokens stride_expert "
+        "stride_row stride_scale_expert stride_scale_row",
+    }  # fmt: skip
+    kinds |= {"int4": {"*i8": "first_zero second_zero"}, "nvfp4": {"*fp32": "first_whole second_whole"}}.get(
+        code, {}
+    )
+    signature = {name: kind for kind, listed in kinds.items() for name in listed.split()}
+    if code == "int4":
+        signature |= {"first_scale": "*bf16", "second_scale": "*bf16"}
+    constants = {
+        "stride_bias": 0, "NUM_EXPERTS": 128, "NUM_CHOSEN": 8, "CHOSEN_PAD": 8, "ROWS": 768, "COLUMNS": 2048,
+        "SCALE_ROWS": 1, "SCALE_COLUMNS": {"int4": 128, "nvfp4": 16, "mxfp4": 32}[code], "CODE": code,
+        "IS_DIVISOR": False, "IS_CARD": True, "KIND": "silu", "PRECISION": "tf32", "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "IS_FEW": is_few, "IS_SINGLE": False,
+        "PDL": True,
+    }  # fmt: skip
+    constants = {name: constants.get(name) for name in names if name not in signature}
+    source = ASTSource(
+        kernel,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in signature if "num_" not in name},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert set(re.findall(r"kWidth = (\d+)", made.asm["ttgir"])) == ({"2"} if is_few else set())
+    loop = re.search(r"scf\.for.*?scf\.yield", made.asm["ttgir"], re.DOTALL)[0]
+    assert set(re.findall(r"warp_group_dot_wait.*?pendings = (\d+)", loop)) <= {"0"}
+    assert ".local" not in made.asm["ptx"], "nothing is spilled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("tiles", ["few", "many"])
+def test_the_columns_of_codes_stay_in_order(code, tiles):
+    """Otherwise few tokens would be added up in another order than many."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.test_triton_moe", code, tiles]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 FORMATS = {
     "int8": whole(quantise_int8),
     "int8 by part": by_part(quantise_int8),
@@ -502,17 +619,19 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(FORMATS, "int8 in blocks", "mxfp4 by part"))
+@pytest.mark.parametrize(
+    "name", slow_but([*FORMATS, *CODES], "int8 in blocks", "mxfp4 by part", "int4 by part", "nvfp4 divided")
+)
 def test_stored_formats_with_a_shared_expert(name, monkeypatch):
     if name.startswith("fp8") and not HAS_CARD:
         pytest.skip("the interpreter does not know fp8")
-    experts, shared = build_with_shared(4, 96, 64, dtype=HALF, bias=True, pack=FORMATS[name])
+    experts, shared = build_with_shared(4, 96, 64, dtype=HALF, bias=True, pack=(FORMATS | CODES)[name])
     x, choice = normal(5, 96, dtype=HALF, seed=14), drawn(5, 2, 4)
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
     assert_close(on_kernels(experts)(x, choice, beside)[0], expected)
-    assert calls == []
+    assert bool(calls) == (name in CODES and name != "int4 of rows"), "with zero points or second scales"
 
 
 def test_weights_that_cannot_be_cut_between_gate_and_up_have_no_matrices():
@@ -530,6 +649,8 @@ def exponent_scales(values, parts):
 
 
 UNREAD = {
+    "groups that steps do not divide": (int4(24), torch.bfloat16, "groups of 24 columns"),
+    "codes in float32": (int4(32), torch.float32, "int4 only in half-precision"),
     "another dtype": (None, torch.float16, "float16"),
     "scales are exponents": (exponent_scales, torch.bfloat16, "float8_e8m0fnu"),
     "scales of few columns": (blocks(1, 8), torch.bfloat16, "every 8 columns"),
@@ -570,7 +691,9 @@ def test_plain_experts_whose_columns_lie_apart_have_no_kernel(name):
     assert "next to each other" in on_kernels(experts).why_not_captured()
 
 
-@pytest.mark.parametrize("pack", [None, blocks(16, 32), mxfp4], ids=["plain", "int8", "mxfp4"])
+@pytest.mark.parametrize(
+    "pack", [None, blocks(16, 32), mxfp4, int4(32)], ids=["plain", "int8", "mxfp4", "int4"]
+)
 def test_formats_that_kernels_read_can_be_captured(pack):
     experts = build(3, 32, 32, dtype=torch.bfloat16, pack=pack)
     assert on_kernels(experts, torch.bfloat16).why_not_captured() is None
@@ -630,6 +753,20 @@ def test_real_shapes(name, pack, num_tokens):
 
 
 @on_card
+@pytest.mark.parametrize("name", ["mxfp4", *CODES])
+def test_codes_have_the_bits_of_unpacked_weights_for_any_number_of_tokens(name):
+    experts = build(8, 2048, 768, dtype=torch.bfloat16, pack={"mxfp4": mxfp4, **CODES}[name])
+    unpacked = build(8, 2048, 768, dtype=torch.bfloat16)
+    for part, other in ((unpacked.gate_up, experts.gate_up), (unpacked.down, experts.down)):
+        part.weight.data = other.weight.dequantise(torch.bfloat16)
+    x, choice = normal(700, 2048, dtype=torch.bfloat16, seed=15), drawn(700, 4, 8)
+    expected = fast(unpacked, x, choice)
+    for count in (1, 2, 16, 17, 100, 700):
+        some = ExpertChoice(choice.weights[:count], choice.ids[:count])
+        assert torch.equal(fast(experts, x[:count], some), expected[:count])
+
+
+@on_card
 @pytest.mark.parametrize("num_tokens", [1, 4, 16])
 @pytest.mark.parametrize("pack", [None, whole(quantise_fp8), mxfp4], ids=["plain", "fp8", "mxfp4"])
 def test_a_shared_expert_at_a_real_shape(pack, num_tokens, monkeypatch):
@@ -641,3 +778,7 @@ def test_a_shared_expert_at_a_real_shape(pack, num_tokens, monkeypatch):
     got, _ = on_kernels(experts)(x, choice, beside, onto)
     assert calls == []
     assert_close(got, slow(experts, x, choice, beside, onto))
+
+
+if __name__ == "__main__":
+    compile_for_a_card(sys.argv[1], sys.argv[2] == "few")

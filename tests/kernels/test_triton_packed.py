@@ -10,11 +10,12 @@ import torch
 
 from blockdraft.kernels import packed as contract
 from blockdraft.kernels.kernels import kernels_for
-from blockdraft.kernels.packed_speeds import MEASURED
+from blockdraft.kernels.packed_speeds import MEASURED, KernelSpeed
 from blockdraft.kernels.pointwise import reference_gate_mul
 from blockdraft.kernels.triton import linear as chains
 from blockdraft.kernels.triton import narrow, packed, packed_asm
 from blockdraft.models.packed import Stacked
+from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, e8m0, pack_nibbles
 from blockdraft.models.packed_words import Words, pack_for_kernel
 from tests.kernels import ptx
@@ -59,6 +60,15 @@ def mxfp4(rows, columns, *, seed=0):
     )
 
 
+def gguf(rows, columns, *, kind, seed=0):
+    """Random blocks whose scales, and minimums, are of both signs."""
+    num_numbers, num_codes = {2: (1, 16), 3: (2, 16), 8: (1, 32)}[kind]
+    sizes = (rows, columns // 32)
+    numbers_ = 0.01 * normal(*sizes, num_numbers, dtype=torch.float16, seed=seed).cpu()
+    codes = numbers(0, 256, *sizes, num_codes, seed=seed).to(torch.uint8)
+    return GgufPacked(torch.cat((numbers_.view(torch.uint8), codes), dim=-1).flatten(1), kind).to(DEVICE)
+
+
 KINDS = {
     "int4 128": lambda rows, columns: int4(rows, columns, group=128),
     "int4 64": int4,
@@ -70,7 +80,11 @@ KINDS = {
     "nvfp4 divided": lambda rows, columns: nvfp4(rows, columns, second="divisor"),
     "nvfp4 awq": lambda rows, columns: nvfp4(rows, columns, has_factors=True),
     "mxfp4": mxfp4,
+    "q4_0": lambda rows, columns: gguf(rows, columns, kind=2),
+    "q4_1": lambda rows, columns: gguf(rows, columns, kind=3),
+    "q8_0": lambda rows, columns: gguf(rows, columns, kind=8),
 }
+IN_FLOAT32 = ("nvfp4 awq", "q4_1", "q8_0")  # kinds without assembly
 
 
 def columns_of(kind):
@@ -94,6 +108,8 @@ def test_words_are_unpacked_to_the_bits_of_dequantise(kind):
     assert torch.equal(packed.unpack(words.weight, HALF), expected)
     assert torch.equal(words.dequantise(HALF), expected)
     assert torch.equal(words[torch.tensor([17, 3], device=DEVICE)].dequantise(HALF), expected[[17, 3]])
+    if isinstance(weight, GgufPacked):
+        assert torch.equal(words.stored().raw, weight.raw)
     assert torch.equal(words.rows_from(16).dequantise(HALF), expected[16:])
     assert torch.equal(words.rows_from(9).dequantise(HALF), expected[9:])
 
@@ -122,7 +138,7 @@ def one_of_each(count, columns):
     return x
 
 
-@pytest.mark.parametrize("kind", slow_but(list(KINDS), "int4 32", "nvfp4 awq"))
+@pytest.mark.parametrize("kind", slow_but(list(KINDS), "int4 32", "nvfp4 awq", "q8_0"))
 @pytest.mark.parametrize("config", [CONFIG, packed.Config(16, tiles=1, chunks=4, warps=1, stages=2), None])
 def test_products_agree_with_float64(kind, config):
     weight, words = make(kind)
@@ -178,6 +194,8 @@ def ordered(rows, columns):
         (lambda: int4(16, 192, scale=torch.float32), "scales in float32"),
         (lambda: ordered(16, 192), "columns in the order of their activations"),
         (lambda: Stacked([int4(16, 192), mxfp4(16, 192)]), "parts of several formats"),
+        (lambda: Stacked([gguf(16, 192, kind=2), gguf(16, 192, kind=8)]), "blocks of Q4_0 and Q8_0"),
+        (lambda: gguf(24, 192, kind=2), "24 x 192 values are not tiles of 16 x 64"),
         (lambda: Stacked([int4(16, 192), int4(16, 192, group=32)]), "groups of several sizes"),
         (lambda: Stacked([nvfp4(16, 192), nvfp4(16, 192, second="divisor")]), "multipliers and divisors"),
         (lambda: Stacked([nvfp4(16, 192), nvfp4(16, 192, has_factors=True)]), "column factors of their own"),
@@ -208,35 +226,59 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(packed, "linear", count)
     monkeypatch.setattr(packed, "choose", lambda *_: CONFIG)
-    monkeypatch.setattr("blockdraft.kernels.pick.products.most_tokens", lambda code, device: 3)
+    monkeypatch.setitem(MEASURED, ((0, 0), "int4"), KernelSpeed(3, plain=1, gated=2))
     return found
 
 
-def test_more_tokens_and_narrow_weights_are_multiplied_unpacked(calls, monkeypatch):
+@pytest.mark.parametrize("has_values", [False, True])
+def test_more_tokens_and_narrow_weights_are_multiplied_unpacked(calls, monkeypatch, has_values):
+    """With the bits of the unpacked weight, whichever form the number of tokens takes."""
     weight, words = make("int4 64", rows=96)
+    words = words.with_values(HALF) if has_values else words
+    unpacked, unpack = [], packed.unpack
+    monkeypatch.setattr(packed, "unpack", lambda *given: unpacked.append(1) or unpack(*given))
     values, kernels = weight.dequantise(HALF), kernels_for(HALF, DEVICE, is_interpreted=True)
     x, bias, onto = one_of_each(4, 192), normal(96, dtype=HALF), normal(4, 96, dtype=HALF, seed=3)
 
-    def check(some, *, is_kernel):
+    def check(some, *kinds):
         before = len(calls)
         expected = kernels.linear(x[:some], values, bias, onto[:some])
         assert torch.equal(words.matmul(x[:some], bias, onto=onto[:some], kernels=kernels), expected)
         expected = kernels.gated_linear(x[:some], values, bias, "silu")
         assert torch.equal(words.gated(x[:some], bias, "silu", kernels=kernels), expected)
-        assert calls[before:] == ([(some, "none"), (some, "silu")] if is_kernel else [])
+        assert calls[before:] == [(some, kind) for kind in kinds]
 
-    check(3, is_kernel=False)
+    check(1)
     monkeypatch.setattr(narrow, "MAX_ROWS", 16)
-    check(3, is_kernel=True)
-    check(4, is_kernel=False)
+    check(1, "none", "silu")
+    check(2, *(["silu"] if has_values else ["none", "silu"]))
+    check(3, *([] if has_values else ["none", "silu"]))
+    check(4)
+    assert bool(unpacked) != has_values
+    assert words.num_bytes == words.weight.words.nbytes * (1 + 4 * has_values) + words.weight.scales.nbytes
     assert torch.equal(
         words.matmul(x[None], bias, kernels=kernels)[0], words.matmul(x, bias, kernels=kernels)
     )
 
 
 def test_nothing_is_packed_before_it_was_measured():
-    assert all(count > 0 for count in MEASURED.values())
-    assert contract.most_tokens("int4", DEVICE) == 0
+    assert all(speed.unpacking >= speed.gated >= speed.plain > 0 for speed in MEASURED.values())
+    assert contract.speed_of("mxfp4", DEVICE).unpacking == 0
+    assert contract.speed_of("int4", torch.device("cpu")).unpacking == 0
+
+
+def test_the_measured_division_is_taken_where_it_fits(monkeypatch):
+    """On other cards, and for tokens that are not aligned, it is Triton's."""
+    _, words = make("int4 64", rows=128)
+    division = packed.Division(16)
+    monkeypatch.setitem(packed._MEASURED, "int4", ((16, 128, False, division), (16, 64, True, CONFIG)))
+    x = torch.zeros(3, 256, dtype=torch.bfloat16, device=DEVICE)[:, :192]
+    weight = words.weight.rows(0, 128)
+    assert packed.choose(x, weight, "none") == packed.likely(3, 128)
+    monkeypatch.setattr(packed.packed_few, "takes", lambda *_: True)
+    assert packed.choose(x, weight, "none") == division
+    assert packed.choose(x, weight, "silu") == CONFIG
+    assert packed.choose(x.new_zeros(17, 192), weight, "none") == packed.likely(17, 128)
 
 
 # ---- the assembly, which only a card runs
@@ -246,10 +288,10 @@ def assembled(words, across):
     """What the assembly makes of words; two that meet are of a row, or of both rows of a lane (`across`)."""
     one = words.weight
     tiles, chunks = one.words.shape[:2]
-    num_scales = max(1, 64 // one.group) if one.code == "int4" else 1
-    text, _ = packed_asm.widening(one.code, num_scales, is_half=one.is_half)
+    num_scales = 1 if one.is_float else max(1, 64 // one.group)
+    text, _ = packed_asm.widening(one.arithmetic, num_scales, is_half=one.is_half)
     each = one.words.view(tiles, chunks, 32, 2, 2).to(torch.int64) & ptx.ALL  # half, odd
-    groups = torch.arange(chunks) * 64 // one.group if one.code == "int4" else torch.arange(chunks)
+    groups = torch.arange(chunks) if one.is_float else torch.arange(chunks) * 64 // one.group
     found = [one.scales[:, groups + i] for i in range(num_scales)]
     found += [] if one.pieces is None else [one.pieces.view(tiles, 1, 16).expand(-1, chunks, -1)]
     lanes = torch.arange(32) // 4
@@ -264,7 +306,7 @@ def assembled(words, across):
 
 
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nvfp4 awq"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IN_FLOAT32])
 def test_the_assembly_gives_the_bits_of_dequantise(kind, across):
     """In bfloat16, which the interpreter cannot multiply, for rows of scales of many sizes."""
     weight = KINDS[kind](256, columns_of(kind)).cpu()
@@ -274,8 +316,9 @@ def test_the_assembly_gives_the_bits_of_dequantise(kind, across):
 
 
 def test_every_scale_of_float16_has_two_pieces():
-    """All of them that are not negative, each with 16 codes and a zero point."""
+    """Each with 16 codes and a zero point. Every second row is negative, as scales of GGUF may be."""
     scale = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).view(1984, 16)
+    scale = scale * torch.tensor([[1.0], [-1.0]], dtype=torch.float16).repeat(992, 1)
     buffers = {
         "codes": numbers(0, 256, 1984, 128).to(torch.uint8),
         "scale": scale,
@@ -308,9 +351,11 @@ def compile_for_a_card(code, group, tokens, gate, rows):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    span, num_scales = (max(1, group // 64), max(1, 64 // group)) if code == "int4" else (1, 1)
-    asm, constraints = packed_asm.widening(code, num_scales, is_half=False)
-    config = packed.choose(tokens, rows)
+    span, num_scales = (max(1, group // 64), max(1, 64 // group)) if "fp4" not in code else (1, 1)
+    asm, constraints = None, None
+    if code not in IN_FLOAT32:
+        asm, constraints = packed_asm.widening(code, num_scales, is_half=False)
+    config = packed.likely(tokens, rows)
     kinds = {
         "*bf16": "x out", "*i32": "words scales seconds",
         "i32": "num_tokens num_outputs num_chunks stride_x",
@@ -336,6 +381,8 @@ def compile_for_a_card(code, group, tokens, gate, rows):
     loop = re.search(r"scf\.for.*?scf\.yield", made.asm["ttgir"], re.DOTALL)[0]
     assert "local_store" not in loop
     assert "local_alloc" not in loop
+    waits = set(re.findall(r"warp_group_dot_wait.*?pendings = (\d+)", loop))
+    assert waits <= {"0"}, "registers that a product reads are overwritten"
     assert ".local" not in made.asm["ptx"], "nothing is spilled"
 
 
@@ -344,7 +391,7 @@ def compile_for_a_card(code, group, tokens, gate, rows):
     "case",
     [
         "int4 128 1 none 4096", "int4 128 16 silu 12288", "int4 32 64 none 4096", "nvfp4 16 16 none 4096",
-        "nvfp4 16 512 silu 12288", "mxfp4 32 8 silu 12288",
+        "nvfp4 16 512 silu 12288", "mxfp4 32 8 silu 12288", "q4_1 32 16 silu 12288", "q8_0 32 16 none 4096",
     ],
 )  # fmt: skip
 def test_values_stay_in_the_lanes_that_load_them(case):

@@ -372,10 +372,13 @@ def test_switches_are_bare_flags(values, vllm, sglang):
 NEITHER = [
     {"dtype": "float64"},
     {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"quantization": "both"},
     {"draft_quantization": "int8"},
     {"kv_dtype": "tq4"},
 ]
 NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"prefix_state_bytes": 1}]
+NEITHER += [{"prefix_disk": "kept"}, {"prefix_disk_bytes": 1}]
 NEITHER += [
     {"tool_format": "hermes"},
     {"max_stall_ms": 50},
@@ -406,11 +409,11 @@ def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):
 def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     """A new setting must not be dropped in silence."""
     ours = {"verify", "allow_batch_variance", "recipe", "engine", "engine_version", "node_rank"}
-    ours |= {"head_address", "num_nodes", "draft", "draft_ngram"}
+    ours |= {"head_address", "num_nodes", "draft", "draft_ngram", "tree"}
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code", "recheck"}
-    elsewhere |= {"replicas"}
+    elsewhere |= {"replicas", "prefix_disk", "prefix_disk_bytes"}
     elsewhere |= {"draft_kv_dtype", "kv_window", "prefix_state_bytes"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested

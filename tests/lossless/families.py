@@ -142,11 +142,11 @@ class HintedDrafter(Weightless):
         block[:, 1:] %= self.vocab_size
 
 
-def engine(pair, drafter="own", *, chunks=None, is_captured=False, **plan):
+def engine(pair, drafter="own", *, chunks=None, widths=None, is_captured=False, **plan):
     """An engine on a pair of models and plan; `plan` overrides fields of the Plan.
 
     `drafter`: none, own, or a drafter.
-    `chunks`: a seed, for prompts that are cut by chance.
+    `chunks`: a seed, for prompts that are cut by chance. `widths`: a seed, for widths of rows and steps.
     """
     models, planned = pair
     if drafter == "none":
@@ -161,6 +161,8 @@ def engine(pair, drafter="own", *, chunks=None, is_captured=False, **plan):
         made.scheduler.states.spacing = 2 * grid
     if is_captured:
         tiny.capture(made)
+    if widths is not None:
+        tiny.with_any_widths(made, widths)
     return made if chunks is None else tiny.with_any_chunks(made, chunks)
 
 

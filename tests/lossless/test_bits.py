@@ -129,6 +129,26 @@ def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, widt
         assert [found[one] for one in ids] == alone
 
 
+@pytest.mark.parametrize("drafter", slow_but(["trained", *dict(PAIRS)], "trained", "DFlash2"))
+def test_a_row_of_its_own_width_is_drafted_for_alike_alone_and_beside_others(plain, drafter):
+    widths = (5, 2, 8, 3)
+
+    def steps(engine, indices):
+        ids = [
+            engine.add(PROMPTS[index], params(index, logprobs=None, width=widths[index])) for index in indices
+        ]
+        deltas = tiny.drain(engine)
+        found = {delta.request_id: delta.metrics.steps for delta in deltas if delta.metrics is not None}
+        return [found[one] for one in ids]
+
+    alone = [steps(plain.engine(drafter, width=8), [index])[0] for index in range(len(PROMPTS))]
+    assert min(alone) < 24, "nothing was accepted"
+    for is_captured in (False, True):
+        engine = plain.engine(drafter, width=8, is_captured=is_captured)
+        assert steps(engine, range(len(PROMPTS))) == alone
+    assert any(not size.is_even for size in engine.graphs._graphs)
+
+
 PLANS = [
     {"max_prefill_tokens": 1, "page_size": 3},
     {"max_prefill_tokens": 7, "max_num_seqs": 2},
@@ -197,7 +217,18 @@ def test_bits_do_not_depend_on_the_number_of_threads(plain):
         torch.set_num_threads(threads)
 
 
+@of_floats
+@pytest.mark.parametrize("kind", ["trained", "DFlash2"])
+def test_bits_do_not_depend_on_the_widths_of_rows(plain, kind):
+    """Each row and step has its own; the log-probabilities are of steps that are not captured."""
+    for seed in (1, 2):
+        engine = plain.engine(kind, width=8, widths=seed, is_captured=seed == 2)
+        assert serve(engine, range(len(PROMPTS))) == plain.answers
+
+
 CAPTURED = [
+    {"widths": 1},
+    {"widths": 2, "overlap": True, "page_size": 3},
     {"width": 3, "max_num_seqs": 2},
     {"width": 1, "page_size": 3},
     {"max_prefill_tokens": 7, "overlap": True},

@@ -40,6 +40,8 @@ SCHEDULES = [
         "max_num_seqs": 3,
         "is_captured": True,
     },
+    {"width": 16, "widths": 1, "max_prefill_tokens": 7, "page_size": 3, "is_captured": True},
+    {"width": 4, "widths": 2, "max_prefill_tokens": 64, "page_size": 16, "overlap": True},
     {
         "width": 4,
         "max_prefill_tokens": 19,
@@ -133,10 +135,10 @@ needs_bits = pytest.mark.skipif(
 )
 
 
-def in_turns(plans, count=1):
+def in_turns(plans, count=1, names=NAMES):
     """Every family with every plan; in the default run a family has `count` of them, the next one others."""
-    kept = [(name, plans[(count * i + j) % len(plans)]) for i, name in enumerate(NAMES) for j in range(count)]
-    return slow_but([(name, plan) for name in NAMES for plan in plans], *kept)
+    kept = [(name, plans[(count * i + j) % len(plans)]) for i, name in enumerate(names) for j in range(count)]
+    return slow_but([(name, plan) for name in names for plan in plans], *kept)
 
 
 def test_every_family_is_here():
@@ -165,6 +167,26 @@ def test_a_drafter_that_is_often_right_changes_nothing(name, schedule):
     ran = run_watched(hinted_engine(case, **schedule), case.requests)
     assert ran.results == case.results
     assert len(ran.counts) >= min(schedule["width"], 4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but([name for name in NAMES if name not in HYBRID_NAMES], "gemma4-shared", "gpt_oss-whole"),
+)
+def test_trees_that_are_often_right_change_nothing(name):
+    """Windows, sinks and shared layers find their keys by position, wherever a branch keeps them."""
+    case = plain(name)
+    engine = families.engine(case.pair, tree=32, width=BLOCK, page_size=3, overlap=True)
+    tiny.hint_trees(
+        engine,
+        {
+            params.seed: [*prompt, *tokens]
+            for (prompt, params), ((tokens, _, _),) in zip(case.requests, case.results, strict=True)
+        },
+    )
+    ran = run_watched(engine, case.requests)
+    assert ran.results == case.results
+    assert len(ran.counts) >= 4
 
 
 @pytest.mark.parametrize("schedule", slow_but(SCHEDULES[2:4], SCHEDULES[2]), ids=str)
@@ -373,22 +395,16 @@ def continued(name):
     return plain_case(first.pair, follow_ups(first.requests, first.results))
 
 
+CONTINUED = [
+    {"width": 16, "num_states": 40, "is_captured": True, "overlap": True},
+    {"width": 16, "num_states": 3, "num_pages": 34, "overlap": True},
+    {"width": 4, "num_states": 40},
+    {"width": 4, "num_states": 1, "overlap": True, "max_prefill_tokens": 5},
+]
+
+
 @needs_bits
-@pytest.mark.parametrize("name", HYBRID_NAMES)
-@pytest.mark.parametrize(
-    "plan",
-    slow_but(
-        [
-            {"width": 4, "num_states": 40},
-            {"width": 16, "num_states": 40, "is_captured": True, "overlap": True},
-            {"width": 4, "num_states": 1, "overlap": True, "max_prefill_tokens": 5},
-            {"width": 16, "num_states": 3, "num_pages": 34, "overlap": True},
-        ],
-        {"width": 16, "num_states": 40, "is_captured": True, "overlap": True},
-        {"width": 16, "num_states": 3, "num_pages": 34, "overlap": True},
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "plan"), in_turns(CONTINUED, names=HYBRID_NAMES), ids=str)
 def test_conversations_continue_from_saved_states(name, plan):
     """Also while rows are preempted, prompts cut, drafts rejected and states evicted."""
     one, two = turns = plain(name), continued(name)
@@ -528,7 +544,7 @@ def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv
     """By the rule of positions, two schedules that share nothing agree with one token at a time."""
     pair = long_pair(name)
     kept = {"kv_dtype": kv_dtype, "kv_window": 16}
-    requests = families.make_requests(lengths=(230, 9, 170), max_tokens=24)
+    requests = families.make_requests(lengths=(262, 9, 170), max_tokens=24)  # c(t) grows within an answer
     expected = []
     for prompt, params in requests:
         expected += tiny.run(families.plain_engine(pair, **kept), [(prompt, replace(params, width=1))])

@@ -48,10 +48,12 @@ REQUESTS = [
 ]
 
 
-def answers(kernels, drafter):
+def answers(kernels, drafter, requests=REQUESTS):
     # A short page table: attention then has one split of the keys to interpret.
     plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_num_seqs": 2, "max_model_len": 16}
     engine = tiny.engine(drafter, dtype="float32", kernels=kernels, max_positions=32, **plan)
+    if requests is not REQUESTS:  # without padding, as the widths say
+        return engine, tiny.run(engine, requests)
     return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
 
@@ -73,6 +75,61 @@ def test_tokens_and_lengths_are_those_of_the_reference(drafter):
     if drafter != "DFlash2":  # whose head knows nothing
         assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
+
+
+def test_trees_that_are_often_right_emit_plain_decodings_tokens():
+    kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    plan = {"width": tiny.BLOCK, "page_size": 4, "num_pages": 24, "max_num_seqs": 2, "max_model_len": 16}
+    params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+    requests = [([4, 5, 6], params), ([9, 30], replace(params, temperature=1.0, seed=4, max_tokens=4))]
+    expected = tiny.run(tiny.engine("none", dtype="float32", **plan), requests)
+    answers = {
+        params.seed: [*prompt, *tokens]
+        for (prompt, params), ((tokens, _, _),) in zip(requests, expected, strict=True)
+    }
+    engine = tiny.engine("DFlash2", dtype="float32", kernels=kernels, tree=32, max_positions=32, **plan)
+    tiny.hint_trees(engine, answers, is_beside=True)
+    assert tiny.run(engine, requests) == expected
+    assert engine.stats.num_blocks < engine.stats.num_emitted - 2
+
+
+@pytest.mark.parametrize("drafter", ["trained", "DFlash2"])
+def test_rows_of_different_widths_emit_the_tokens_of_rows_alone(drafter):
+    kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    requests = [
+        (prompt, replace(params, width=width))
+        for (prompt, params), width in zip(REQUESTS, (3, 2), strict=True)
+    ]
+    alone = [answers(kernels, drafter, [request])[1][0] for request in requests]
+    engine, got = answers(kernels, drafter, requests)
+    assert got == alone
+    assert not engine.rows.widths or sum(engine.rows.widths) < WIDTH * 2
+
+
+def test_rows_of_different_widths_leave_a_hybrid_s_states_as_alone():
+    models, plan = stepping.family_pair("qwen3_5-whole", stepping.HOST)
+    models = models.with_kernels(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
+    plan = replace(plan, max_num_seqs=2, num_pages=100)
+    requests = [
+        (prompt, replace(params, max_tokens=3, width=width))
+        for (prompt, params), width in zip(REQUESTS, (3, 2), strict=True)
+    ]
+    found = []
+    for batch in (requests[:1], requests[1:], requests):
+        engine, states = Engine(models, plan), {}
+        for prompt, params in batch:
+            engine.add(prompt, params)
+        while engine.has_work:
+            engine.step()
+            states |= families.committed(engine)
+        found.append(states)
+    alone, together = found[0] | found[1], found[2]
+    common = alone.keys() & together.keys()
+    assert len({seed for seed, _ in common}) == 2
+    for key in common:
+        for mine, theirs in zip(together[key], alone[key], strict=True):
+            assert torch.equal(mine[0], theirs[0])
+            assert torch.equal(mine[1], theirs[1])
 
 
 def test_a_model_s_own_head_drafts_as_with_the_reference():

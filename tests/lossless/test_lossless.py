@@ -28,7 +28,7 @@ ANSWERS = {}  # of plain decoding, which several drafters are compared with
 
 
 def plain(requests, tokenizer=None, **kept):
-    """Decode every request alone, one token at a time; keys and values are `kept` likewise."""
+    """Decode every request alone, one token at a time, in the same dtype and with keys `kept` likewise."""
     answers = []
     for prompt, params in requests:
         key = repr((prompt, params, kept, tokenizer is None))
@@ -96,6 +96,8 @@ def cases(draw):
         "chunks": draw(st.sampled_from([None, None, 1, 2])),  # a seed: they change from step to step
         "max_num_seqs": draw(st.integers(1, 4)),
         "width": draw(st.integers(1, tiny.BLOCK)),
+        "widths": draw(st.sampled_from([None, 1, 2])),  # a seed: of each row and step its own
+        "tree": draw(st.sampled_from([0, 0, 16, 32, 64])),
         "prefix_cache": draw(st.booleans()),
         "overlap": draw(st.booleans()),
         "is_captured": draw(st.booleans()),
@@ -177,7 +179,7 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
     ),
 )
 def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind, temperature, is_captured):
-    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True)
     requests = [
         ([i, i + 1, i + 2, i + 3], replace(params, seed=i, width=width))
         for i, width in enumerate((None, 2, 3, 5, tiny.BLOCK))
@@ -202,6 +204,40 @@ def test_n_grams_beside_any_kind_of_drafter_change_the_steps_and_no_token(temper
         assert tiny.run(engine, requests) == plain(requests)
         num_blocks.add(engine.stats.num_blocks)
     assert len(num_blocks) == 2, "nothing was overruled"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "tree", "page_size"),
+    [
+        ("float64", {}, 32, 1),
+        ("float32", {}, 64, 3),
+        ("float32", {"kv_dtype": "int8", "kv_window": 16, "max_model_len": LONG_CONTEXT}, 32, 128),
+    ],
+)
+def test_trees_that_accept_every_column_and_every_choice_emit_plain_decodings_tokens(
+    dtype, kept, tree, page_size
+):
+    """In float32, too: a token is computed alike wherever its path is kept."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=0)
+    prompt = LONG[:190] if kept else [4, 6, 8]
+    requests = [
+        (prompt, params),
+        (prompt[1:], replace(params, seed=1, frequency_penalty=0.4, repetition_penalty=1.3)),
+        (prompt[2:], replace(params, seed=2, temperature=0.0, presence_penalty=0.7)),
+    ]
+    expected = plain(requests, dtype=dtype, **kept)
+    answers = {
+        params.seed: [*prompt, *tokens]
+        for (prompt, params), ((tokens, _, _),) in zip(requests, expected, strict=True)
+    }
+    shape = {"width": tiny.BLOCK, "tree": tree, "page_size": page_size, "max_num_seqs": 3}
+    engine = tiny.engine("trained", dtype=dtype, **shape, **kept)
+    ranks = tiny.hint_trees(engine, answers)
+    results, deltas = tiny.watched_run(engine, requests)
+    assert results == expected
+    accepted = [told[: len(delta.token_ids) - 1] for told, delta in zip(ranks, deltas, strict=True)]
+    assert {len(one) for one in accepted} == set(range(tiny.BLOCK))
+    assert {rank for one in accepted for rank in one} == set(range(tiny.HINTS))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

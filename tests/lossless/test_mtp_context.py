@@ -10,6 +10,7 @@ import pytest
 
 from blockdraft.engine.request import SamplingParams
 from tests.lossless import families
+from tests.matrix import slow_but
 from tests.models.checkpoints import load_pair
 from tests.models.families import FULL, widen
 from tests.models.mtp import assert_drafts_of_reference, write_mtp_target
@@ -19,7 +20,11 @@ PROMPT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25]  # three pages
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["all layers attend", "states"])
+LAYERS = ("all layers attend", "states")
+PLANS = ({}, {"prefix_cache": False}, {"max_prefill_tokens": 3}, {"page_size": 1})
+
+
+@pytest.fixture(scope="module", params=LAYERS)
 def served(request, tmp_path_factory):
     """A head in transformers, and the pair; without states any page can be shared."""
     changes = {} if request.param == "states" else {"layer_types": [FULL] * 4}
@@ -85,7 +90,10 @@ def test_choices_of_a_request_share_its_prompt(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "plan", [{}, {"prefix_cache": False}, {"max_prefill_tokens": 3}, {"page_size": 1}], ids=str
+    ("served", "plan"),
+    slow_but([(layers, plan) for layers in LAYERS for plan in PLANS], *zip(LAYERS, PLANS[1:3], strict=True)),
+    ids=str,
+    indirect=["served"],
 )
 def test_a_preempted_sequence_drafts_as_before(served, monkeypatch, plan):
     steps = []

@@ -17,6 +17,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.gated_delta import DeltaWeights, SaveTable
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests.checkpoints.published import CONFIGS as PUBLISHED
+from tests.kernels.delta_layer import DeltaLayer, is_same
 from tests.lossless import families
 from tests.lossless.families import HYBRID_NAMES
 from tests.matrix import slow_but
@@ -42,81 +43,21 @@ def kernel(request, monkeypatch):
 both_kernels = pytest.mark.usefixtures("kernel")
 
 
-class Layer:
-    """A layer of four rows that all hold NaN, and the inputs that rows get at each position."""
+class Layer(DeltaLayer):
+    """One on the CPU, by the reference or by the kernels."""
 
     is_reference = False
 
-    saves = None
-
     def __init__(self, spec, num_tokens, dtype, seed=0, num_slots=0):
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        self.x = normal(4, num_tokens, spec.conv_channels).to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        self.gate = normal(4, num_tokens, spec.num_heads).to(dtype)
-        self.beta = normal(4, num_tokens, spec.num_heads).to(dtype)
-        self.weights = DeltaWeights(
-            normal(spec.conv_channels, spec.conv_width).to(dtype),
-            normal(spec.num_heads).to(wide),
-            normal(spec.num_heads).to(wide),
-        )
         kernels = REFERENCE if self.is_reference else kernels_for(dtype, CPU)
-        self.states = RecurrentStates(
+        states = RecurrentStates(
             spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU, kernels=kernels, num_slots=num_slots
         )
-        self.storage = RecurrentState(self.states, 0)
-        self.poison()
-
-    def poison(self):
-        self.storage.state.fill_(NAN)
-        self.storage.tail.fill_(NAN)
-
-    def scan(self, rows, starts, counts, *, is_known, num_true=None):
-        """Reads of each row's tokens [start, start + count). From num_true[r] on they are not numbers."""
-        parts = {"x": [], "gate": [], "beta": []}
-        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-            for name, part in parts.items():
-                piece = getattr(self, name)[row, start : start + count]
-                missing = count - len(piece)
-                piece = torch.cat((piece, piece.new_full((missing, piece.shape[1]), NAN)))
-                if num_true is not None:
-                    piece = piece.clone()
-                    piece[num_true[place] :] = NAN
-                part.append(piece)
-        x, gate, beta = (torch.cat(part) for part in parts.values())
-        where = Scan(torch.tensor(rows), torch.tensor(starts), tuple(counts), is_known, saves=self.saves)
-        return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
-
-    def commit(self, rows, starts, counts):
-        self.states.commit(torch.tensor(rows), torch.tensor(starts), torch.tensor(counts))
-
-    def decode(self, row, length):
-        """Token by token: the reads, and (state, tail) at every length."""
-        reads, states = [], {}
-        for start in range(length):
-            reads += self.scan((row,), (start,), (1,), is_known=False)
-            self.commit((row,), (start,), (1,))
-            states[start + 1] = self.copy(row)
-        return torch.cat(reads), states
-
-    def copy(self, row):
-        return self.storage.state[row].clone(), self.storage.tail[row].clone()
-
-
-def is_same(mine, theirs):
-    """Say if all tensors have the same bits, NaN included."""
-    return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(mine, theirs, strict=True)
-    )
+        super().__init__(states, num_tokens, dtype, seed=seed)
 
 
 @both_kernels
-@pytest.mark.parametrize("width", slow_but([4, 16], 16))
+@pytest.mark.parametrize("width", slow_but([4, 16], 4))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_accepted_count_commits_the_state_of_decoding_token_by_token(dtype, spec, width):
@@ -281,10 +222,7 @@ def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
     begin._rows.starts.zero_()
     for view, start, count, is_known in ((begin, 0, 3, True), (block, 3, 6, False)):
         for index, layer in enumerate(alone):
-            tokens = [
-                part[list(ROWS), start : start + count].flatten(0, 1)
-                for part in (layer.x, layer.beta, layer.gate)
-            ]
+            tokens = layer.inputs[list(ROWS), start : start + count].flatten(0, 1).split(layer.sizes, dim=1)
             got = view.scan(index, *tokens, layer.weights)
             expected = layer.scan(ROWS, (start, start), (count, count), is_known=is_known)
             assert torch.equal(got, torch.cat(expected))

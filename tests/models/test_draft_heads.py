@@ -18,6 +18,7 @@ from blockdraft.step.lattice import LatticeDrafter
 from blockdraft.step.refined import RefinedDrafter
 from tests import tiny
 from tests.fixtures import make_pair
+from tests.matrix import slow_but
 from tests.models.checkpoints import load, write_draft
 from tests.models.test_dflash import (
     HIDDEN,
@@ -209,8 +210,13 @@ def heads(target, folder, kind, config=None, **files):
     return Heads(target, folder, *written, reduced=files.get("reduced"))
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("kind", "case", "temperature"),
+    slow_but(
+        [(*case, temperature) for case in CASES for temperature in (0.0, 0.7)],
+        *((*case, (0.0, 0.7)[place % 2]) for place, case in enumerate(CASES)),
+    ),
+)
 def test_drafts_are_those_of_the_reference(target, tmp_path, kind, case, temperature):
     one = heads(target, tmp_path, kind, **CASES[kind, case])
     assert type(one.drafter) is DRAFTERS[kind]

@@ -8,6 +8,7 @@ import torch
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from tests import stepping
+from tests.matrix import slow_but
 from tests.models.checkpoints import load_pair, randomise
 from tests.models.families import widen
 from tests.models.mtp import MtpReference, assert_drafts_of_reference, write_mtp_target
@@ -29,14 +30,18 @@ def served(request, tmp_path_factory):
         yield head.double(), pair
 
 
-@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize(
+    ("served", "width"),
+    slow_but([(name, width) for name in NAMES for width in (1, 5)], *zip(NAMES, (1, 5, 5), strict=True)),
+    indirect=["served"],
+)
 def test_drafts_are_those_of_the_head_in_transformers(served, width, monkeypatch):
     """After every step: prompts in chunks, rows of other lengths, and blocks of any committed length."""
     head, (models, plan) = served
     engine, num_compared = Engine(models, plan), 0
     for seed, length in enumerate((1, 9, 18)):
         prompt = [(5 * i * i + seed) % 90 for i in range(length)]
-        sampling = SamplingParams(temperature=seed % 2, seed=seed, max_tokens=14, width=width)
+        sampling = SamplingParams(temperature=seed % 2, seed=seed, max_tokens=9, width=width)
         engine.add(prompt, replace(sampling, ignore_eos=True))
     while engine.has_work:
         num_compared += assert_drafts_of_reference(engine, head, monkeypatch)

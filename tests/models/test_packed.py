@@ -20,7 +20,7 @@ from blockdraft.checkpoints.schemes import (
 from blockdraft.errors import ModelError
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8, stack
 from blockdraft.models.packed_gguf import GgufPacked, block_size
-from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles
+from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles, quantise_int4
 from tests.checkpoints.packers import (
     FLOAT4,
     FLOAT8,
@@ -498,7 +498,27 @@ def test_run_time_quantisation_stays_within_half_a_step(quantise, bound):
     assert packed.scale.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("columns", "group"), [(256, 128), (192, 64), (48, 16)])
+def test_int4_at_run_time_stays_within_half_a_step_of_its_group(columns, group):
+    weight = randn(3, 20, columns) * torch.logspace(-6, 6, 20).unsqueeze(-1)
+    weight[1, 3] = 0.0
+    weight[2, 5] = 1e-44
+    packed = quantise_int4(weight)
+    found = packed.dequantise(torch.float32)
+    groups = weight.unflatten(-1, (-1, group))
+    bound = (groups.abs().amax(-1, keepdim=True) * (0.54 / 7.5)).expand(groups.shape).reshape(weight.shape)
+    assert ((found - weight).abs() <= bound + 1e-29).all()
+    assert (found[1, 3] == 0).all()
+    assert packed.group_size == group
+    assert packed.num_bytes == weight.numel() // 2 + 2 * weight.numel() // group
+    assert found.unflatten(-1, (-1, group))[0, 0, 0].unique().numel() <= 16
+
+
 def test_weights_that_are_not_numbers_are_not_quantised():
     for value in (float("nan"), float("inf")):
         with pytest.raises(ModelError, match="infinite or undefined"):
             quantise_fp8(torch.tensor([[1.0, value]]))
+        with pytest.raises(ModelError, match="infinite or undefined"):
+            quantise_int4(torch.tensor([[1.0, value] * 16]))
+    with pytest.raises(ModelError, match="rows of 50 values"):
+        quantise_int4(torch.ones(2, 50))

@@ -1,11 +1,13 @@
 """Plans for drafters of every kind: what they are called, what they weigh, and what is expected of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from blockdraft.cli.plan import lines
+from blockdraft.errors import SettingsError
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.acceptance import published_acceptance
 from blockdraft.planner.pair import Case, open_pair
@@ -22,6 +24,44 @@ def report_of(draft, model=tiny.TARGET, card="h200", **settings):
 
 def text_of(report):
     return "\n".join(lines(report, [], [], explains=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tree": 24}, "tree = 24: use one of 0, 16, 32, 64, 128."),
+        ({"draft": "ngram"}, "tree = 32, but draft 'ngram' makes chains: leave out --tree."),
+        ({"draft_ngram": 4}, "drafts of n-grams are chains: draft_ngram must be 0"),
+        ({"width": 1}, "width = 1 switches drafts off"),
+        ({"engine": "vllm"}, "vllm verifies chains only"),
+        ({"synthetic_acceptance": "code"}, "a synthetic acceptance is one of chains"),
+    ],
+)
+def test_settings_refuse_trees_that_nothing_grows(settings, why):
+    with pytest.raises(SettingsError, match=re.escape(why)):
+        Settings(**{"draft": tiny.DRAFT, "tree": 32} | settings)
+
+
+def test_plans_refuse_trees_that_nothing_grows(tmp_path):
+    made = tiny.write_kind(tmp_path / "draft", "Domino")
+    target, draft = folders("qwen3.5-35b-a3b")
+    for pair, why in (
+        (
+            (made, tiny.TARGET),
+            f"tree = 16, but draft '{made}' makes chains: DFlash, DFlash2 and DSpark drafters",
+        ),
+        ((draft, target), "has recurrent layers, whose states belong to one path: leave out --tree."),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(why)):
+            report_of(*pair, load_format="dummy", tree=16)
+
+
+def test_the_pages_of_trees_are_planned():
+    target, draft = folders("qwen3-8b")
+    chains, trees = (report_of(draft, target, load_format="dummy", tree=tree).fit for tree in (0, 64))
+    assert trees.plan.num_tree_pages == 4 * 15 * 2
+    assert trees.plan.num_pages < chains.plan.num_pages
+    assert trees.num_bytes == pytest.approx(chains.num_bytes, rel=1e-3), "no more than the budget"
 
 
 @pytest.mark.parametrize("name", tiny.KINDS)

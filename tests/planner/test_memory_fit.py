@@ -9,7 +9,7 @@ import pytest
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.cli.flags import add_settings, given_settings
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.packed_speeds import MEASURED
+from blockdraft.kernels.packed_speeds import MEASURED, KernelSpeed
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
@@ -173,7 +173,8 @@ def test_every_auto_has_a_value_and_a_reason():
     settings, pair = opened("qwen3.5-35b-a3b")
     found = {choice.name: choice for choice in fit_pair(Case(settings, on("h200"), pair)).choices}
     autos = {name for name, default in DEFAULTS.items() if default == "auto"}
-    assert autos - {"load_format", "kv_dtype", "verify", "tool_format"} <= found.keys()
+    left = {"load_format", "kv_dtype", "verify", "tool_format", "prefix_disk_bytes"}  # no part of a plan
+    assert autos - left <= found.keys()
     assert all(choice.value not in ("", "auto") and choice.reason for choice in found.values())
     asked = replace(settings, width=8, max_num_seqs=3)
     found = fit_pair(Case(asked, on("h200"), pair)).choices
@@ -243,6 +244,16 @@ def test_every_fix_that_is_named_makes_it_fit(shape, card, changes):
             rows = wanted(case)[1]
         assert fit.max_model_len >= context
         assert fit.sequences(context) >= (1 if "--max-num-seqs" in fix.flags else rows), fix
+
+
+def test_a_gguf_file_that_does_not_fit_unpacked_may_stay_packed_or_become_fp8():
+    settings, plain = opened("qwen3-8b", max_model_len=8192, max_num_seqs=4, quantization="none")
+    values = plain.target.shape.values
+    packed = {"model.layers.0.all.weight": Size(values.projections, int(0.5625 * values.projections), True)}
+    target = replace(plain.target, stored=replace(plain.target.stored, where="GGUF file", tensors=packed))
+    asked = replace(settings, load_format="auto")
+    found = fixes(case_of(asked, replace(plain, target=target), on("rtx-4090"), "rtx-4090"))
+    assert {"--quantization keep", "--quantization fp8"} <= {fix.flags for fix in found}
 
 
 def test_what_is_known_to_go_wrong_is_not_advised():
@@ -323,6 +334,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     packed = {
         "model.embed_tokens.weight": Size(values.embedding, 2 * values.embedding, False),
         "lm_head.weight": Size(values.head, 2 * values.head, False),
+        "model.norm.weight": Size(values.plain, 2 * values.plain, False),
         "model.layers.0.all.weight": Size(values.projections, int(0.5625 * values.projections), True),
     }
     config = {**plain.target.stored.config, "quantization_config": {"quant_algo": "NVFP4"}}
@@ -336,6 +348,19 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
             fit, pair, card, rows=1, context=1024, width=1
         ).seconds
 
+    assert not step(kept)[0], "a kernel was measured"
+    both = replace(settings, load_format="auto", quantization="both")
+    fit = fit_pair(Case(both, on("h200"), pair))
+    assert fit.plan.quantization == "both"
+    assert fit.items[0].num_bytes == plain.target.weights.num_values * 2 + int(values.projections * 0.5625)
+    assert "packed and in bfloat16" in fit.items[0].how
+    assert step(both) == step(kept)
+    wide = [
+        estimate_step(fit_pair(Case(asked, on("h200"), pair)), pair, card, rows=32, context=1024, width=16)
+        for asked in (both, replace(both, quantization="none"))
+    ]
+    assert wide[0].seconds == wide[1].seconds
+    monkeypatch.delitem(MEASURED, (card.capability, "nvfp4"))
     is_unpacked, own = step(kept)
     assert is_unpacked
     at_load, unpacked = step(replace(kept, quantization="none"))
@@ -344,7 +369,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     assert not is_vllm_unpacking
     assert vllm < unpacked < own
     assert make_report(Case(kept, on("h200"), pair, card)).unpacks_weights
-    monkeypatch.setitem(MEASURED, (card.capability, "nvfp4"), 16)
+    monkeypatch.setitem(MEASURED, (card.capability, "nvfp4"), KernelSpeed(16))
     is_unpacked, packed = step(kept)
     assert not is_unpacked
     assert packed < unpacked

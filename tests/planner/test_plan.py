@@ -12,18 +12,18 @@ from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
-from blockdraft.kernels.packed_speeds import MEASURED, code_of
+from blockdraft.kernels.packed_speeds import MEASURED, KernelSpeed, code_of
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.plan import ELEMENT_BYTES, Weights
 from blockdraft.planner.quality import MAX_COMMITTED, MAX_PERPLEXITY, Quality, measured_quality
 from blockdraft.planner.resolver import (
     CACHE_SHARE,
     CPU_CACHE_BYTES,
-    UNPACK_SHARE,
     WORK_BYTES,
     gpu_budget,
     resolve,
 )
+from blockdraft.planner.storage_choice import UNPACK_SHARE
 from blockdraft.settings.settings import Settings
 from tests.checkpoints.published import CONFIGS
 from tests.fixtures.make_pair import draft_config
@@ -369,13 +369,18 @@ def test_auto_unpacks_on_a_cpu_what_fits_easily(dtype):
 
 
 def test_auto_keeps_codes_that_were_measured_on_the_card(monkeypatch):
-    gpu = Gpu("H200", (9, 0), GPU.gpu_bytes, GPU.gpu_free_bytes, "", False)
+    gpu = Gpu("a card", (8, 9), GPU.gpu_bytes, GPU.gpu_free_bytes, "", False)
     here = {"machine": replace(GPU, gpus=(gpu,)), "device": "cuda", "weights": Weights(1000, "gptq", "int4")}
+    here["max_num_seqs"] = 4
     assert plan(**here).quantization == "none"
-    monkeypatch.setitem(MEASURED, ((9, 0), "int4"), 512)
+    monkeypatch.setitem(MEASURED, ((8, 9), "int4"), KernelSpeed(64))
     made = plan(**here)
     assert made.quantization == "keep"
     assert "faster packed" in made.reasons["quantization"]
+    for many in (65, "auto"):
+        made = plan(**here | {"max_num_seqs": many})
+        assert made.quantization == "none"
+        assert "with few, --quantization keep" in made.reasons["quantization"]
     assert plan(**here, quantization="none").quantization == "none"
     others = (
         {"weights": Weights(1000, "modelopt NVFP4", "nvfp4")},
@@ -385,6 +390,28 @@ def test_auto_keeps_codes_that_were_measured_on_the_card(monkeypatch):
         {"model": read_model_config(CONFIGS["Qwen/Qwen3-30B-A3B"], name="a mixture")},
     )
     assert [plan(**{**here, **other}).quantization for other in others] == ["none"] * 5
+
+
+def test_auto_names_both_forms_where_memory_allows():
+    gpu = Gpu("H200", (9, 0), GPU.gpu_bytes, GPU.gpu_free_bytes, "", False)
+    here = {"machine": replace(GPU, gpus=(gpu,)), "device": "cuda"}
+    most = int(gpu_budget(Settings(), GPU) * UNPACK_SHARE)
+    for num_values, rows, expected, named in (
+        (most / 2.64, "auto", "none", "with few, --quantization both is"),
+        (most / 2.64, 4, "keep", "steps of so few rows are faster packed"),
+        (most / 2.6, "auto", "none", "with few, --quantization keep is"),
+        (most, "auto", "keep", "unpacked it would take over"),
+    ):
+        weights = Weights(int(num_values), "gptq", "int4")
+        made = plan(**here, weights=weights, max_num_seqs=rows, max_model_len=100)
+        assert made.quantization == expected
+        assert named in made.reasons["quantization"]
+    assert plan(**here, weights=Weights(1000, "gptq", "int4"), quantization="both").quantization == "both"
+    float32 = here | {"weights": Weights(1000, "gptq", "int4"), "dtype": "float32"}
+    assert plan(**float32).quantization == "none"
+    for other in (here, {**here, "weights": Weights(1000, "fp8")}, {"weights": Weights(9, "gptq", "int4")}):
+        message = refusal(SettingsError, **{"weights": Weights(1000), **other}, quantization="both")
+        assert "quantization = both, but on this device no kernel was measured" in message
 
 
 @pytest.mark.parametrize(
@@ -404,6 +431,12 @@ def test_auto_keeps_codes_that_were_measured_on_the_card(monkeypatch):
 )
 def test_a_code_is_told_by_the_configuration(method, config, code):
     assert code_of(method, config) == code
+
+
+def test_a_gguf_file_s_code_is_the_type_of_most_of_its_bytes():
+    """Once its kernel is measured on the card, both forms are held, but never the packed one alone."""
+    found = [code_of("GGUF", {}, ggml_type=kind) for kind in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "INT4", None)]
+    assert found == ["q4_0", "q4_1", "q8_0", None, None, None]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "auto"])
@@ -454,6 +487,29 @@ def test_target_and_drafter_are_decided_one_by_one():
 def test_keep_and_none_are_done_as_asked(asked, weights):
     made = plan(weights=weights, draft_weights=weights, quantization=asked, draft_quantization=asked)
     assert (made.quantization, made.draft_quantization) == (asked, asked)
+
+
+def test_auto_leaves_a_drafter_unquantised_and_says_why():
+    made = plan(make_draft(), machine=GPU, device="cuda", weights=Weights(1000))
+    assert made.draft_quantization == "none"
+    assert "int4 drafts are accepted less, fp8 and int8 were not timed" in made.reasons["draft_quantization"]
+    assert made.reasons["quantization"] == "the file is not quantised"
+
+
+def test_int4_is_made_where_a_kernel_multiplies_it():
+    gpu = Gpu("H200", (9, 0), GPU.gpu_bytes, GPU.gpu_free_bytes, "", False)
+    here = {"machine": replace(GPU, gpus=(gpu,)), "device": "cuda", "weights": Weights(1000)}
+    mixture = {"model": read_model_config(CONFIGS["Qwen/Qwen3-30B-A3B"], name="a mixture")}
+    assert plan(**here, quantization="int4").quantization == "int4"
+    assert plan(make_draft(), **here, draft_quantization="int4").draft_quantization == "int4"
+    older = {**here, "machine": replace(GPU, gpus=(replace(gpu, capability=(8, 0)),))}
+    for other in (older, {**here, **mixture}, {**here, "device": "cpu"}):
+        message = refusal(SettingsError, quantization="int4", **other)
+        assert "no kernel was measured that multiplies this model in int4" in message
+    for asked in ("fp8", "int8", "int4"):
+        assert plan(**{**here, "weights": Weights(1000, "GGUF")}, quantization=asked).quantization == asked
+    packed = {**here, "weights": Weights(1000, "gptq", "int4")}
+    assert "is quantised already (gptq)" in refusal(SettingsError, quantization="int4", **packed)
 
 
 @pytest.mark.parametrize("asked", ["fp8", "int8"])

@@ -112,6 +112,14 @@ def test_a_replica_that_does_not_fit_is_refused_before_anything_is_loaded(monkey
         preflight.check_replicas(two)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"), [("prefix_cache", "no prefixes to keep"), ("allow_batch_variance", "on the batch")]
+)
+def test_prefixes_on_disk_are_refused_where_there_are_none_that_keep_answers(wrong, why):
+    with pytest.raises(SettingsError, match=f"^--prefix-disk kept: .*{why}"):
+        preflight.check_replicas(Settings(prefix_disk="kept", **{wrong: wrong != "prefix_cache"}))
+
+
 def test_the_part_of_the_machine_that_one_replica_has():
     settings, part = case_of_one(replica_settings(Settings(device="cuda:1,cuda:1"), BUSY), BUSY)
     assert (part.gpus, part.gpu_free_bytes) == ((BUSY.gpus[1],), 60 * GB)

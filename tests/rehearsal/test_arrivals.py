@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.arrivals import measure
-from benchmarks.gpu_step import load
+from benchmarks.on_card import load
 
 
 @pytest.mark.slow  # the whole of a benchmark

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import gpu_step
+from benchmarks import gpu_prompts, gpu_step, on_card
 from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.settings.acceptance_profile import acceptance_rates
@@ -33,7 +33,7 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
 def test_every_shape_can_be_given_more_positions(shape, max_model_len, tmp_path):
     file = write_shape(shape, tmp_path)[0] / "config.json"
     before = read_model_config(json.loads(file.read_text()), name=shape)
-    gpu_step._stretch(file, max_model_len)
+    on_card.stretch(file, max_model_len)
     after = read_model_config(json.loads(file.read_text()), name=shape)
     assert after.max_positions == max(before.max_positions, max_model_len)
     assert replace(after, max_positions=0) == replace(before, max_positions=0)
@@ -41,10 +41,10 @@ def test_every_shape_can_be_given_more_positions(shape, max_model_len, tmp_path)
 
 def test_a_prompt_is_timed_again_and_again_from_its_beginning():
     engine = tiny.engine(max_num_seqs=1, max_prefill_tokens=8)
-    found = gpu_step.time_prefill((engine.models, engine.plan), num_tokens=20)
+    found = gpu_prompts.time_prefill((engine.models, engine.plan), num_tokens=20)
     assert found["tokens"] == 20
     assert found["by_kernels_ms"] > 0
-    prompt = gpu_step.Prompt(engine, 20)
+    prompt = gpu_prompts.Prompt(engine, 20)
     for _ in range(2):
         prompt.by_kernels()
         assert engine.rows.length.tolist() == [20, 0]

@@ -26,6 +26,7 @@ SHAPES = [benchmark.Shape("qkv", 48, 192, 2), benchmark.Shape("mlp.gate_up", 64,
 
 
 def test_all_products_are_timed_and_have_the_bits_of_unpacked_weights(bench, capsys):
+    assert len(benchmark.measure(bench, ["q8_0"], SHAPES[:1], [1])) == 1
     found = benchmark.measure(bench, ["int4-32", "nvfp4"], SHAPES, [1, 3])
     assert bench.wrong == []
     assert [(one["code"], one["product"], one["tokens"]) for one in found] == [
@@ -37,6 +38,9 @@ def test_all_products_are_timed_and_have_the_bits_of_unpacked_weights(bench, cap
     qkv, gate_up = found[0], found[2]
     assert first["bf16_ms"] == pytest.approx((2 * qkv["bf16_us"] + 3 * gate_up["bf16_us"]) / 1e3)
     assert benchmark.most_tokens(sums) == {"int4-32": 3, "nvfp4": 3}
+    gate_up["bf16_us"] = found[3]["bf16_us"] = 0.0
+    limits = {"int4-32": {"plain": 3, "gated": 0}, "nvfp4": {"plain": 3, "gated": 3}}
+    assert benchmark.most_tokens_of_both(found) == limits
     benchmark.show("a model", found)
     assert "int4-32 qkv 48 x 192" in capsys.readouterr().out
 

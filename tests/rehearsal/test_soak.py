@@ -1,6 +1,7 @@
 """The soak notices what goes wrong: an answer that differs, a request that fails."""
 
 import asyncio
+import itertools
 import json
 import os
 
@@ -50,10 +51,20 @@ def test_all_phases_are_gone_through_and_known_answers_compared(monkeypatch):
     assert all(found.answers[phase.name] > 0 for phase in PHASES)
     assert found.num_compared > 20
     assert found.num_left > 0
-    alone = bodies[: len(soak.NUM_WORDS)]
+    alone = bodies[: len(found.expected)]
     assert all(body["speculative"] is False for body in alone)
     assert {body["temperature"] for body in alone} == {0.0, 1.0}  # with a seed
     assert {body["temperature"] for body in bodies[len(alone) :]} == {0.0, 1.0}
+    own = [body["speculative"]["width"] for body in bodies[len(alone) :] if "speculative" in body]
+    assert own
+    assert set(own) <= set(soak.WIDTHS)
+
+
+def test_the_kinds_of_prompts_change_while_it_runs():
+    turns = [soak.kinds_at(soak.TURN_S * number) for number in range(6)]
+    assert turns[0] == turns[5] == soak.kinds_at(soak.TURN_S / 2)
+    assert {kind for kinds in turns for kind in kinds} == {soak.WORDS, *soak.CLASSES}
+    assert all(before != after for before, after in itertools.pairwise(turns))
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_a_stream_whose_form_cannot_be_kept_to_any_longer_ends_with_an_error():
 
 @pytest.mark.parametrize("api", PATHS)
 def test_others_are_answered_while_a_huge_schema_is_read(app, api):
-    names = [f"name_{number}" for number in range(600)]
+    names = [f"name_{number}" for number in range(900)]
     pattern = "^([a-z]{3,40}-[0-9]+|(abc|xy){2,9}[^,]{1,40})" + api + "x" * 135
     schema = object_of(**{name: {"type": "string", "pattern": f"{pattern}{name}$"} for name in names})
     body = json.dumps(BODIES[api](schema=schema)).encode()
@@ -269,6 +269,8 @@ def test_others_are_answered_while_a_huge_schema_is_read(app, api):
     async def both():
         async with connected(app) as client:
             headers = {"content-type": "application/json"}
+            for first in (BODIES[api](), BODIES[api](schema=object_of(a={"type": "string"}))):
+                await client.post(PATHS[api], json=first)  # makes what is made once
             huge = asyncio.ensure_future(client.post(PATHS[api], content=body, headers=headers))
             num_answered = 0
             while not huge.done():
@@ -279,4 +281,4 @@ def test_others_are_answered_while_a_huge_schema_is_read(app, api):
 
     response, num_answered = asyncio.run(both())
     assert response.status_code in (200, 400), response.text[:500]
-    assert num_answered >= 3
+    assert num_answered >= 2

@@ -393,6 +393,31 @@ def _ask_in_vain(url):
         httpx.post(url + CHAT, json=HELLO, timeout=60)
 
 
+@pytest.mark.slow
+def test_the_first_answer_after_a_restart_finds_what_the_server_before_has_written(tmp_path):
+    """Nothing is patched, and each of two replicas has a folder of its own."""
+    flags = ("--draft", str(PAIR / "draft"), "--replicas", "2", "--prefix-disk", str(tmp_path / "kept"))
+    words = [" ".join(f"t{start + number % 40}" for number in range(100)) for start in (3, 9)]
+    asked = [{**HELLO, "messages": [{"role": "user", "content": one}]} for one in words]
+    answers = []
+    for turn in (asked, asked[::-1]):  # each replica has one of them; it is the one that is asked again
+        with running(*MODEL, *flags) as process:
+            url = process.ready()
+            wait_for(lambda url=url: _num_ready(url) == 2, "the second replica is not ready")
+            answers.append([httpx.post(url + CHAT, json=one, timeout=60).json() for one in turn])
+            assert process.end(signal.SIGTERM) == 0, process.text
+        assert sum("prefixes are kept in" in line for line in process.errors) == 2, process.text
+    texts = [[one["choices"][0]["message"]["content"] for one in turn] for turn in answers]
+    assert texts[0] == texts[1][::-1]
+    cached = [[one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in turn] for turn in answers]
+    assert cached == [[0, 0], [96, 96]]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["0", "1"]
+
+
+def _num_ready(url):
+    return sum(one["state"] == "ready" for one in httpx.get(f"{url}/ready").json()["replicas"])
+
+
 # ---- keys, and an end that lets answers end
 
 

@@ -137,7 +137,6 @@ PARTS = [{"type": "text", "text": "t1"}]
 CALLS = [{"id": "c", "function": {"name": "f"}}]
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 FORM = {"type": "json_schema", "name": "n", "schema": {}}
-SCHEMA_FORM = {"response_format": {"type": "json_schema"}}
 NAMED = {"type": "function", "name": "f"}
 CHATS = [
     ([], False),

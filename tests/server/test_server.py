@@ -24,7 +24,6 @@ from tests.server.asking import ask, connected, listening
 from tests.server.pair import PAIR
 from tests.server.remote import remote_engine
 
-JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 NAME = "pair"
 OPTIONS = ServerOptions()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -230,6 +231,13 @@ def test_captured_steps_are_measured_for_as_many_rows_as_a_graph_runs():
     engine.graphs.capture([1, 2, 4, 6], [1, 8])
     assert width.measure_several(engine, 8, most=6).keys() == {(6, 1), (6, 8)}
     assert width.measure_several(engine, 8, most=5).keys() == {(4, 1), (4, 8)}
+
+
+def test_a_step_that_is_timed_fills_its_graph():
+    engine = stepping.pin(tiny.engine(width=8, max_num_seqs=6), is_captured=False, sizes=[1, 4])
+    engine.graphs.capture([1, 4], [1, 8])
+    width._step_s(engine, 8, list(range(2, 5)), time.perf_counter, num_rows=3)
+    assert engine.rows.active.tolist() == [0, 1, 2, engine.rows.max_rows]
 
 
 def test_rates_by_which_drafts_are_accepted_are_the_chances(monkeypatch):

@@ -25,6 +25,7 @@ from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.mtp import MtpDrafter
 from tests import tiny
 from tests.checkpoints.quantised import FP8_SECTION, blockwise
+from tests.matrix import slow_but
 from tests.models.mtp import change_config, change_tensors, write_mtp_target
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_model_len": 100, "max_num_seqs": 2}
@@ -72,7 +73,7 @@ def test_auto_takes_it_and_says_so(whole):
     assert not [line for line in lines if "MTP" in line]
 
 
-@pytest.mark.parametrize("asked", ["mtp", "auto"])
+@pytest.mark.parametrize("asked", slow_but(["mtp", "auto"], "mtp"))
 def test_a_start_verifies_it_and_the_answers_are_those_without_it(whole, asked):
     startup = StartProgress()
     settings = Settings(model=str(whole), draft=asked, width=4, verify="full", **SMALL)

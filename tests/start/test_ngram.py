@@ -136,7 +136,7 @@ def test_width_follows_the_text():
             width = found.next_width([record])
             num_right = min(right, width - 1)
             seconds = 0.010 + 0.0006 * (width - 1)
-            found.observe(width, [num_right], seconds)
+            found.observe([width], [num_right], seconds)
             if width > 1:
                 record.count(width, num_right)
             widths.append(width)

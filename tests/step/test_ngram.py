@@ -105,8 +105,8 @@ class Watched(NgramDrafter):
 
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, *list(SCHEDULES)[2::4]))
 def test_a_row_s_history_is_its_prompt_and_its_answer(name):
-    asked = requests(1.0)
-    texts = [[*prompt, *answer] for (prompt, _), [(answer, _, _)] in zip(asked, answers(1.0), strict=True)]
+    asked = requests(0.0)
+    texts = [[*prompt, *answer] for (prompt, _), [(answer, _, _)] in zip(asked, answers(0.0), strict=True)]
     drafter = Watched()
     tiny.run(tiny.engine(drafter, width=tiny.BLOCK, draft_ngram=LEAST, **SCHEDULES[name]), asked)
     assert {seed for seed, _ in drafter.seen} == set(range(len(PROMPTS)))
@@ -117,7 +117,7 @@ def test_a_row_s_history_is_its_prompt_and_its_answer(name):
 
 @pytest.mark.parametrize(
     ("plan", "temperature"),
-    slow_but([(plan, t) for plan in BESIDE for t in (0.0, 1.0)], (BESIDE[1], 0.0), (BESIDE[2], 1.0)),
+    slow_but([(plan, t) for plan in BESIDE for t in (0.0, 1.0)], (BESIDE[1], 0.0), (BESIDE[2], 0.0)),
     ids=str,
 )
 def test_beside_a_drafter_it_changes_steps_and_no_token(plan, temperature):

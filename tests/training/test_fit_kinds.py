@@ -49,7 +49,7 @@ def _little_work(monkeypatch):
     ),
 )
 def test_a_drafter_of_any_kind_is_named_and_simulated_as_the_engine_drafts(tmp_path, prompts, name, ngram):
-    made, options = tiny.write_kind(tmp_path / "draft", name), {"width": 6, "max_tokens": 48}
+    made, options = tiny.write_kind(tmp_path / "draft", name), {"width": 6, "max_tokens": 32}
     report = ask(made, prompts, draft_ngram=ngram, **options)
     kind, title = tiny.TITLES[name]
     title += "" if ngram is None else " and n-grams of 1"

@@ -8,14 +8,15 @@ from torch import Tensor
 from blockdraft.kernels.acceptance import Progress
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Int, Longs, Words, i64
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i64, smallest
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
 
 
-def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+def count_accepted(sampled: Tensor, block: Tensor, limits: Tensor) -> Tensor:
     counts = torch.empty(len(block), dtype=torch.int64)
-    _COUNT(*block.shape, sampled.contiguous(), block.contiguous(), counts, is_small=True)
+    assert limits.is_contiguous()
+    _COUNT(*block.shape, sampled.contiguous(), block.contiguous(), limits, counts, is_small=True)
     return counts
 
 
@@ -34,7 +35,9 @@ def advance(
 
 
 @kernel
-def count_drafts(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
+def count_drafts(
+    num_rows: Int, width: Int, sampled: Longs, block: Longs, limits: Longs, counts: Longs
+) -> None:
     """Set counts[row] to 1 plus the number of drafts before the first that differs from its sample."""
     for row in taken(num_rows):
         drafts, samples = block + row * width, sampled + row * width
@@ -43,7 +46,7 @@ def count_drafts(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts
         for i in range(1, width):
             is_accepted = is_accepted & (samples[i - 1] == drafts[i])
             count = count + is_accepted.to(i64)
-        counts[row] = count
+        counts[row] = smallest(count, limits[row])
 
 
 @kernel

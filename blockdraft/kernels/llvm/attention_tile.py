@@ -10,13 +10,14 @@ import functools
 import heapq
 import math
 from functools import reduce
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, unrolled
+from blockdraft.kernels.llvm.jit import repeat
 from blockdraft.kernels.llvm.language import (
     Int,
     Longs,
@@ -256,6 +257,35 @@ def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: i
     """
     units = _units(counts, shared, num_groups, num_threads)
     return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+
+
+def divide_again(offsets: Tensor, num_tokens: int, shared: int, num_groups: int, num_threads: int) -> Tensor:
+    """Return units [U, 3] as `divide` does, for rows with tokens [offsets[r], offsets[r + 1]).
+
+    Each replay of a captured step reads `offsets` again, so there are as many units as any rows with
+    `num_tokens` in all may need; the last ones may have no vectors.
+    """
+    num_rows = len(offsets) - 1
+    most = _size_for(num_tokens * shared, num_rows, num_groups, num_threads)
+    units = torch.zeros(num_tokens * shared // most + num_rows, 3, dtype=torch.int64)
+
+    def run() -> None:
+        totals = [(end - begin) * shared for begin, end in pairwise(offsets.tolist())]
+        found = _cut(totals, most)
+        units[: len(found)] = torch.tensor(found, dtype=torch.int64).view(-1, 3)
+        units[len(found) :] = 0
+
+    repeat(run)
+    return units
+
+
+@functools.lru_cache(maxsize=256)
+def _size_for(num_vectors: int, num_rows: int, num_groups: int, num_threads: int) -> int:
+    """Return the most vectors of a unit with which rows of equally many vectors end earliest."""
+    even = [num_vectors // num_rows + (row < num_vectors % num_rows) for row in range(num_rows)]
+    if num_threads == 1 or len(_cut(even, MAX_VECTORS)) * num_groups >= _MANY * num_threads:
+        return MAX_VECTORS
+    return min(range(MAX_VECTORS, 0, -1), key=lambda most: _time(_cut(even, most), num_groups, num_threads))
 
 
 @functools.lru_cache(maxsize=256)

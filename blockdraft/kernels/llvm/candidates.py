@@ -38,6 +38,7 @@ from blockdraft.kernels.llvm.language import (
 )
 from blockdraft.kernels.llvm.sampling import (
     MOST_NOISE,
+    adjusted_at,
     counters,
     greatest_of,
     gumbel_of,
@@ -45,7 +46,7 @@ from blockdraft.kernels.llvm.sampling import (
     noise_of,
     philox,
 )
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, Places, SamplingBatch
 from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
@@ -64,28 +65,37 @@ def takes(scores: Tensor, pairs: PairScores) -> bool:
     return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
 
 
-def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return drafts [R, C]. Each replay of a captured step reads again which options the rows need."""
-    num_rows, num_columns, vocab_size = logits.shape
-    drafts = torch.empty((num_rows, num_columns), dtype=torch.int64)
+def walk(
+    logits: Tensor,
+    pairs: PairScores,
+    starts: Tensor,
+    anchor: Tensor,
+    batch: SamplingBatch,
+    places: Places | None = None,
+) -> Tensor:
+    """Walk as the reference. Each replay of a captured step reads again which options the rows need."""
+    *shape, vocab_size = logits.shape
+    num_rows, num_columns = len(starts), shape[-1]
+    drafts = torch.empty(shape, dtype=torch.int64)
+    where = (None, None, None) if places is None else places[:3]
 
     def run() -> None:
         if not takes(logits, pairs):
-            drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+            drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch, places))
             return
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
-        scores, begins = adjusted(logits, starts, anchor, batch), starts.contiguous()
+        scores, begins = adjusted_at(logits, starts, anchor, batch, places), starts.contiguous()
         num_parts = max(1, vocab_size // _PART)
-        shape = (num_rows * num_columns * num_parts, pairs.top_k)
-        best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
+        sizes = (drafts.numel() * num_parts, pairs.top_k)
+        best, ids = torch.empty(sizes, dtype=torch.float32), torch.empty(sizes, dtype=torch.int64)
         _SCAN(
-            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, begins,
-            batch.rows, batch.real, batch.whole, best, ids,
+            drafts.numel(), num_columns, num_parts, vocab_size, pairs.top_k, scores, begins,
+            batch.rows, batch.real, batch.whole, *where[:2], best, ids,
         )  # fmt: skip
         _FOLLOW(
             num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
-            int(pairs.skips_first), best, ids, begins, anchor.contiguous(), batch.rows, batch.real,
+            int(pairs.skips_first), where[2], best, ids, begins, anchor.contiguous(), batch.rows, batch.real,
             batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
@@ -97,19 +107,21 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
 @kernel
 def scan(
     num_items: Int, num_columns: Int, num_parts: Int, vocab_size: Int, top_k: Int, x: Floats, starts: Longs,
-    rows: Longs, real: Floats, whole: Longs, scores: Floats, ids: Longs,
+    rows: Longs, real: Floats, whole: Longs, row_of: Longs, column_of: Longs, scores: Floats, ids: Longs,
 ) -> None:  # fmt: skip
     best, who = candidates(x)
     tops, few = x.scratch(f32, 2 * _PART // _BLOCK), x.scratch(f32, 2 * _DRAWN)
     for item in taken(num_items * num_parts):
         part, place = item % num_parts, item // num_parts
-        column, row = x + place * vocab_size, place // num_columns
+        column, row, number = x + place * vocab_size, place // num_columns, place % num_columns
+        if row_of.is_given:
+            row, number = row_of[place], column_of[place]
         first, end = begin_of(part, num_parts, vocab_size), begin_of(part + 1, num_parts, vocab_size)
         reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
         clear(best, who, top_k)
         if is_open(reals, wholes):
             scale, seed = 1.0 / reals[int(Column.TEMPERATURE)], wholes[int(Whole.SEED)]
-            position = starts[row] + 1 + place % num_columns
+            position = starts[row] + 1 + number
             offer_noisy(best, who, top_k, column, first, end, scale, seed, position, few)
         else:
             offer_all(best, who, top_k, column, first, end, tops)
@@ -224,9 +236,9 @@ def insert(scores: Floats, ids: Longs, last: Int, score: Value, token: Int) -> N
 @kernel
 def follow(
     num_rows: Int, num_columns: Int, num_parts: Int, top_k: Int, rank: Int, skips_first: Int,
-    part_scores: Floats, part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs, real: Floats,
-    whole: Longs, predecessors: Floats, successors: Floats, mixture: Floats, successor_rows: Longs,
-    drafts: Longs,
+    offsets: Longs, part_scores: Floats, part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs,
+    real: Floats, whole: Longs, predecessors: Floats, successors: Floats, mixture: Floats,
+    successor_rows: Longs, drafts: Longs,
 ) -> None:  # fmt: skip
     scores, ids = candidates(real)
     ordered, order = candidates(real)
@@ -237,8 +249,11 @@ def follow(
         scale = select(is_warm, 1.0 / reals[int(Column.TEMPERATURE)], 1.0)
         weight = select(is_open(reals, wholes), scale, 1.0)
         before = anchor[row]
-        for column in range(num_columns):
-            item = row * num_columns + column
+        begin, count = row * num_columns, num_columns
+        if offsets.is_given:
+            begin, count = offsets[row], offsets[row + 1] - offsets[row]
+        for column in range(count):
+            item = begin + column
             merge(scores, ids, top_k, num_parts, part_scores, part_ids, item * num_parts * top_k)
             by_id(scores, ids, top_k)
             weigh(weighted, predecessors + before * rank, mixture, item, rank)

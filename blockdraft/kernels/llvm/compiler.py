@@ -52,6 +52,9 @@ _BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_, ast.IsNot: operator.is_not,
 }  # fmt: skip
 
+# What `language` raises, and Python for expressions of constants; helpers' other errors pass as they are.
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class Written:
@@ -146,7 +149,7 @@ class _Body:
                 getattr(self, f"_{type(statement).__name__.lower()}", self._unknown)(statement)
             except _Refused:
                 raise
-            except Exception as error:
+            except _MISTAKES as error:
                 code, text = self._written.function.__code__, ast.unparse(statement).splitlines()[0][:80]
                 line = code.co_firstlineno + statement.lineno - 1
                 raise _Refused(f"{code.co_name}, line {line}: {text}: {error}") from error

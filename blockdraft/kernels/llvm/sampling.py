@@ -47,7 +47,14 @@ from blockdraft.kernels.llvm.language import (
     store,
 )
 from blockdraft.kernels.noise import MULTIPLIERS, WEYL
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted, reference_choose
+from blockdraft.kernels.sampling import (
+    MIN_TEMPERATURE,
+    NEVER,
+    Places,
+    SamplingBatch,
+    adjusted,
+    reference_choose,
+)
 from blockdraft.kernels.sampling_tables import Real, Whole
 
 _BLOCK, _WIDE = 64, 16  # tokens that are skipped at once, and tokens of a register
@@ -59,25 +66,37 @@ _WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
 _LOWEST_KEY = -0x7F800001  # its `score_of` is -inf
 
 
-def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return tokens [R, C]. Each replay of a captured step reads again which options the rows need."""
-    num_rows, num_columns, vocab_size = logits.shape
-    chosen = torch.empty((num_rows, num_columns), dtype=torch.int64)
+def choose(
+    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, places: Places | None = None
+) -> Tensor:
+    """Choose as the reference. Each replay of a captured step reads again which options the rows need."""
+    *shape, vocab_size = logits.shape
+    chosen = torch.empty(shape, dtype=torch.int64)
 
     def run() -> None:
         if logits.dtype == torch.float64:
-            chosen.copy_(reference_choose(logits, starts, recent, batch))
+            chosen.copy_(reference_choose(logits, starts, recent, batch, places))
             return
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
-        scores = adjusted(logits, starts, recent, batch)
+        scores = adjusted_at(logits, starts, recent, batch, places)
         _CHOOSE(
-            num_rows * num_columns, num_columns, vocab_size, scores.contiguous(), starts.contiguous(),
-            batch.rows, batch.real, batch.whole, chosen, is_small=num_rows * num_columns == 1,
+            chosen.numel(), shape[-1], vocab_size, scores.contiguous(), starts.contiguous(), batch.rows,
+            batch.real, batch.whole, *(places or (None, None))[:2], chosen, is_small=chosen.numel() == 1,
         )  # fmt: skip
 
     repeat(run)
     return chosen
+
+
+def adjusted_at(
+    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, places: Places | None
+) -> Tensor:
+    """Return `adjusted` scores, of a stream with `places`."""
+    needs = batch.needs
+    if places is None or not (needs.bias or needs.min_end or needs.penalty):
+        return adjusted(logits, starts, recent, batch)
+    return places.take(adjusted(places.put(logits), starts, recent, batch))
 
 
 class Column(NamedTuple):
@@ -94,7 +113,7 @@ class Column(NamedTuple):
 @kernel
 def choose_columns(
     num_items: Int, num_columns: Int, vocab_size: Int, x: Floats, starts: Longs, rows: Longs, real: Floats,
-    whole: Longs, chosen: Longs,
+    whole: Longs, row_of: Longs, column_of: Longs, chosen: Longs,
 ) -> None:  # fmt: skip
     num_blocks = (vocab_size + _BLOCK - 1) // _BLOCK
     tops, tail = x.scratch(f32, num_blocks + _WIDE), x.scratch(f32, _BLOCK)
@@ -103,7 +122,9 @@ def choose_columns(
     for i in range(_BLOCK):
         tail[i] = NEVER
     for item in taken(num_items):
-        row = item // num_columns
+        row, number = item // num_columns, item % num_columns
+        if row_of.is_given:
+            row, number = row_of[item], column_of[item]
         reals, wholes = real + rows[row] * len(Real), whole + rows[row] * len(Whole)
         temperature = reals[int(Real.TEMPERATURE)]
         is_warm = temperature >= MIN_TEMPERATURE
@@ -113,7 +134,7 @@ def choose_columns(
         if has_nan:
             chosen[item] = first_nan(column)
         elif is_warm & (abs(best) < math.inf):
-            position = starts[row] + 1 + item % num_columns
+            position = starts[row] + 1 + number
             chosen[item] = sampled(column, best, vocab_size, reals, wholes, position)
         else:
             chosen[item] = first_of(column, best)

@@ -12,7 +12,7 @@ from blockdraft.kernels.acceptance import (
     reference_count_accepted,
     reference_draw_accepted,
 )
-from blockdraft.kernels.candidates import Walk, reference_walk
+from blockdraft.kernels.candidates import WalkCandidates, reference_walk
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.llvm import acceptance as llvm_acceptance
@@ -21,6 +21,7 @@ from blockdraft.kernels.llvm import ngram_lookup as llvm_lookup
 from blockdraft.kernels.llvm import sampling as llvm_sampling
 from blockdraft.kernels.ngram_lookup import Lookup, Remember, reference_lookup, reference_remember
 from blockdraft.kernels.sampling import Choose, Forbid, reference_choose, reference_forbid
+from blockdraft.kernels.tree import Grow, Weigh, reference_grow, reference_weigh
 
 
 def pick_choose(at: Available) -> Choose:
@@ -55,7 +56,7 @@ def pick_acceptance(at: Available) -> tuple[CountAccepted, DrawAccepted, Advance
     )
 
 
-def pick_walk(at: Available) -> Walk:
+def pick_walk(at: Available) -> WalkCandidates:
     if at.has_llvm():
         return llvm_candidates.walk
     if not at.has_triton("candidates"):
@@ -63,6 +64,14 @@ def pick_walk(at: Available) -> Walk:
     from blockdraft.kernels.triton.candidates import walk
 
     return named("candidates", walk)
+
+
+def pick_trees(at: Available) -> tuple[Weigh, Grow]:
+    if not at.has_triton("trees"):
+        return reference_weigh, reference_grow
+    from blockdraft.kernels.triton.tree import grow, weigh
+
+    return named("trees", weigh), named("trees", grow)
 
 
 def pick_ngram_lookup(at: Available) -> tuple[Lookup, Remember]:

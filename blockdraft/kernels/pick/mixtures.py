@@ -10,7 +10,7 @@ from torch import Tensor
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.moe import (
-    FP4_GROUP,
+    FP4_GROUPS,
     MIN_COLUMNS,
     Activation,
     Beside,
@@ -103,6 +103,8 @@ def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
 
 def _can_join(shared: Matrices, routed: Matrices) -> bool:
     """Return whether one kernel can read both experts with wide loads."""
+    if routed.zero is not None or routed.second is not None:
+        return False
     return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
 
 
@@ -150,7 +152,7 @@ def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
         None if tensor is None else (tensor.dtype, tensor.shape[begin:], tensor.stride()[begin:])
         for tensor in (part.values, part.scale, part.bias)
     )
-    return values, scale, bias, part.block
+    return values, scale, bias, part.block, part.code, part.is_divisor, part.zero is None
 
 
 def _has_gaps(tensor: Tensor) -> bool:
@@ -163,15 +165,33 @@ def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) ->
         return "the columns of experts are not next to each other in memory"
     if scale is None:
         return None if stored == dtype else f"experts in {stored} cannot be multiplied by {dtype}"
-    is_fp4 = stored == torch.uint8 and scale.dtype == torch.float8_e8m0fnu and part.block == (1, FP4_GROUP)
+    if part.code is not None:
+        return _why_no_code(part, scale, dtype)
     is_scaled = stored in (torch.float8_e4m3fn, torch.int8) and scale.dtype in (*_HALVES, torch.float32)
-    if not is_fp4 and not is_scaled:
+    if not is_scaled:
         return f"no kernel reads experts in {stored} with scales in {scale.dtype}"
-    if is_scaled and part.block[1] < part.values.shape[2] and part.block[1] % MIN_COLUMNS != 0:
+    if part.block[1] < part.values.shape[2] and part.block[1] % MIN_COLUMNS != 0:
         return f"no kernel reads experts with a scale for every {part.block[1]} columns"
     is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
     if stored == torch.float8_e4m3fn and dtype != torch.bfloat16 and is_old:
         return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
     if dtype not in _HALVES and stored != torch.int8:
         return f"the kernels read {stored} only in half-precision models, not in {dtype}"
+    return None
+
+
+def _why_no_code(part: Matrices, scale: Tensor, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot read 4-bit codes, or None if they can."""
+    code, group, columns = part.code, part.block[1], 2 * part.values.shape[2]
+    if dtype not in _HALVES:
+        return f"the kernels read {code} only in half-precision models, not in {dtype}"
+    if code != "int4":
+        is_known = part.block == (1, FP4_GROUPS[code or "mxfp4"])
+        return None if is_known else f"no kernel reads experts in {code} with a scale for {group} columns"
+    if scale.dtype not in (*_HALVES, torch.float32):
+        return f"no kernel reads experts in int4 with scales in {scale.dtype}"
+    if columns % group or (group < columns and (group < MIN_COLUMNS or group & (group - 1))):
+        return f"no kernel reads experts in int4 with groups of {group} columns"
+    if part.zero is not None and part.zero.stride() != scale.stride():
+        return "the zero points of experts do not lie as their scales do"
     return None

@@ -37,7 +37,7 @@ from blockdraft.kernels.linear import (
 )
 from blockdraft.kernels.llvm.int8 import Int8Kernels
 from blockdraft.kernels.llvm.linear import TileLinear
-from blockdraft.kernels.packed import TILE, PackedMultiply, PackedWords, most_tokens
+from blockdraft.kernels.packed import TILE, PackedMultiply, PackedWords, speed_of
 from blockdraft.kernels.pointwise import Gate, GateMul
 
 _llvm_linear = functools.cache(TileLinear)
@@ -157,8 +157,8 @@ def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
 def pick_packed_linear(at: Available, linear: Multiply, gated_linear: GatedMultiply) -> PackedMultiply:
     """Pick the product with 4-bit codes in words. It has the bits of a product with the unpacked weight.
 
-    For more tokens than MEASURED says, the weight is unpacked into scratch memory first. So are narrow
-    weights, which are multiplied in another order (`triton.narrow`).
+    For more tokens than MEASURED says, the weight is unpacked into scratch memory first, or its values are
+    there already. So it is for narrow weights, which are multiplied in another order (`triton.narrow`).
     """
     if not at.has_triton("packed products") or at.dtype == torch.float32:
         return lambda *_: None
@@ -175,9 +175,11 @@ def pick_packed_linear(at: Available, linear: Multiply, gated_linear: GatedMulti
             return None
         rows = weight.shape[0]
         is_whole = gate is None or rows % (2 * TILE) == 0
-        if is_whole and rows > narrow.MAX_ROWS and x.shape[0] <= most_tokens(weight.code, x.device):
+        speed, values = speed_of(weight.code, x.device), weight.values
+        most = speed.most(has_values=values is not None, is_gated=gate is not None)
+        if is_whole and rows > narrow.MAX_ROWS and x.shape[0] <= most:
             return multiply(x, weight, bias, onto=onto, gate=gate or "none")
-        values = unpack(weight, x.dtype)
+        values = unpack(weight, x.dtype) if values is None else values
         return linear(x, values, bias, onto) if gate is None else gated_linear(x, values, bias, gate)
 
     return packed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["width"])
-def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _count(sampled, block, limits, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -27,16 +27,16 @@ def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     draft = tl.load(block + row * width + column + 1, mask=is_draft, other=0)
     # The block ends at the first draft that differs, or at the last column.
     wrong = tl.where(is_draft & (sample != draft), column, width - 1)
-    tl.store(out + row, (tl.min(wrong, axis=0) + 1).to(tl.int64))
+    tl.store(out + row, tl.minimum((tl.min(wrong, axis=0) + 1).to(tl.int64), tl.load(limits + row)))
 
 
-def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+def count_accepted(sampled: Tensor, block: Tensor, limits: Tensor) -> Tensor:
     """Implement `acceptance.reference_count_accepted`."""
     sampled, block = sampled.contiguous(), block.contiguous()
     num_rows, width = block.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
     _count[(num_rows,)](
-        sampled, block, out, width,
+        sampled, block, limits, out, width,
         BLOCK=triton.next_power_of_2(width), **overlap(block.device), num_warps=1,
     )  # fmt: skip
     return out
@@ -44,7 +44,7 @@ def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
 
 @triton.jit
 def _draw(
-    rates, starts, rows, whole, out, num_rates, num_columns,
+    rates, starts, limits, rows, whole, out, num_rates, num_columns,
     SEED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_and_wait(PDL)
@@ -58,14 +58,15 @@ def _draw(
     uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
     column = tl.arange(0, BLOCK)
     rate = tl.load(rates + column, mask=column < num_rates, other=0.0)
-    tl.store(out + row, (1 + tl.sum((uniform < rate).to(tl.int32), axis=0)).to(tl.int64))
+    count = (1 + tl.sum((uniform < rate).to(tl.int32), axis=0)).to(tl.int64)
+    tl.store(out + row, tl.minimum(count, tl.load(limits + row)))
 
 
-def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+def draw_accepted(rates: Tensor, starts: Tensor, limits: Tensor, batch: SamplingBatch) -> Tensor:
     """Implement `acceptance.reference_draw_accepted`."""
     out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
     _draw[(len(starts),)](
-        rates, starts, batch.rows, batch.whole, out, len(rates), batch.whole.shape[1],
+        rates, starts, limits, batch.rows, batch.whole, out, len(rates), batch.whole.shape[1],
         SEED=int(Whole.SEED), BLOCK=triton.next_power_of_2(max(len(rates), 1)), **overlap(starts.device),
         num_warps=1,
     )  # fmt: skip

@@ -1,8 +1,6 @@
 """The gated delta rule on a CUDA device: states and tails are read and written in place.
 
-`_mix`, with one program per head and token, or few tokens, computes the convolution and then the token's
-inputs to the recurrence (unit key and query, their product, value, decay and rate). Its grid follows from the
-number of tokens alone: the device finds a token's row, so a captured prefill takes rows of any counts.
+`triton.gated_inputs` computes what the recurrence reads of each token.
 
 `_advance`, with one program per row, value head and slice of the state's columns, keeps the slice in
 registers for all of the row's tokens. As a scan, it updates state and tail for known tokens, or writes a tape
@@ -22,13 +20,13 @@ on constants of the shape, and kernels are not specialised on numbers that vary,
 (a kernel gets the layer's number instead of a pointer). Only the scratch row, which pads a batch, may occur
 twice, as its results are not used.
 
-`_advance` also saves states at multiples of a grid, and `_mix` the tails. `_mix` does so before it is
-known if the token is committed: if it is not, another token at its position saves again.
+`_advance` also saves states at multiples of a grid, and `mix` the tails.
 
 A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
 shared memory. Four parts of k are four tensors, so that a thread reads its share of each by one wide load. A
 program is one warp, and vectors are loaded in the layout of the state's tensors: whatever changes layouts
-costs more than a token's arithmetic. What is left is the latency of loads, so a prompt's are far ahead.
+costs more than a token's arithmetic. What is left is the latency of loads, so a prompt's are far ahead: the
+next multiple of the grid is on its way to the L2 cache, the next tokens to registers.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates, RowTape
+from blockdraft.kernels.gated_delta import DeltaWeights, RowStates, RowTape
+from blockdraft.kernels.triton.gated_inputs import mix, slot_after
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
 ROWS = 4  # columns per program of `_advance` that lie side by side in a warp
@@ -48,144 +47,8 @@ ROWS = 4  # columns per program of `_advance` that lie side by side in a warp
 # depend on neither.
 BLOCK_VS = 8, 4
 DEPTHS = 1, 4
-MANY_TOKENS = 128  # from so many on, a program of `_mix` has several
-NORM_HEADS = 4  # heads per program of `_norm`
-
-_EPS = tl.constexpr(EPS)
-
-
-@triton.jit
-def _slot_after(saves, row, length, num_saves, GRID: tl.constexpr):
-    """Return the slot for the row's state after `length` tokens; 0: not saved."""
-    cell = length // GRID - 1
-    is_saved = (length % GRID == 0) & (cell < num_saves)
-    return tl.load(saves + row * num_saves + cell, mask=is_saved, other=0)
-
-
-@triton.jit
-def _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """Return the channels of input number `tap` of the convolution at token n, number `place` of its row.
-
-    x points to the stream and `tail` to the row's tail; `is_old` is False if the row has no earlier tokens.
-    """
-    back = WIDTH - 1 - tap
-    is_here = place >= back
-    here = tl.load(x + (n - back) * x_stride + channel, mask=mask & is_here, other=0.0)
-    there = tail + (place + tap) * CHANNELS + channel
-    before = tl.load(there, mask=mask & is_old & (place < back), other=0.0)
-    return tl.where(is_here, here, before)
-
-
-@triton.jit
-def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """Return silu of the convolution at a token (see `_input`), in float32, rounded to x's dtype."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        value = _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-        weight = tl.load(conv + channel * WIDTH + tap, mask=mask, other=0.0)
-        total = tl.fma(value.to(tl.float32), weight.to(tl.float32), total)
-    return (total / (1.0 + tl.exp(-total))).to(x.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _save_tail(saved, x, n, place, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """Write the last WIDTH - 1 inputs up to token n (see `_input`) to the tail `saved`."""
-    for tap in tl.static_range(1, WIDTH):
-        value = _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-        tl.store(saved + (tap - 1) * CHANNELS + channel, value, mask=mask)
-
-
-@triton.jit
-def _keep(x, inputs, channel, mask):
-    """Copy a token's channels of x to `inputs`: x is a view of a larger tensor that is freed earlier."""
-    tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
-
-
-@triton.jit
-def _row_of(n, offsets, num_active, num_each, BLOCK_R: tl.constexpr):
-    """Return the row of token n: the number of rows that end at or before it.
-
-    `num_each`: each row has so many tokens; 0: only `offsets` tell.
-    """
-    r = n // tl.maximum(num_each, 1)
-    if num_each == 0:
-        r = tl.zeros((), tl.int64)
-        for first in range(0, num_active, BLOCK_R):
-            index = first + tl.arange(0, BLOCK_R)
-            end = tl.load(offsets + 1 + index, mask=index < num_active, other=2**62)
-            r += tl.sum((end <= n).to(tl.int64), axis=0)
-    return r
-
-
-@triton.jit(
-    do_not_specialize=["layer", "num_rows", "num_taped", "num_tokens", "num_active", "num_each", "num_saves"]
-)
-def _mix(
-    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, saves, query, key, dots, value,
-    decay, rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_tokens,
-    num_active, num_each, num_saves, scale,
-    CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    let_next_start(PDL)
-    part = tl.program_id(1)  # a key head, or a value head past those
-    wait_for_previous(PDL)
-    layer = layer.to(tl.int64)
-    for i in tl.static_range(TOKENS):  # the last token may come again
-        n = tl.minimum(tl.program_id(0).to(tl.int64) * TOKENS + i, num_tokens - 1)
-        r = _row_of(n, offsets, num_active, num_each, 32)
-        place = n - tl.load(offsets + r)
-        start = tl.load(starts + r)
-        is_old = start > 0
-        row = tl.load(rows + r)
-        slot = _slot_after(saves, row, start + place + 1, num_saves, GRID)
-        saved = tail + (layer * num_rows + slot) * (WIDTH - 1) * CHANNELS
-        tail_r = tail + (layer * num_rows + row) * (WIDTH - 1) * CHANNELS
-        taped = layer * num_taped + n  # the index in the tape of all layers; n without a tape
-        if part < NUM_GROUPS:
-            k = tl.arange(0, BLOCK_K)
-            mask = k < K
-            channel = part * K + k
-            q_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-            if num_taped != 0:
-                _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
-            if slot > 0:
-                _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-            channel += NUM_GROUPS * K
-            k_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-            if num_taped != 0:
-                _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
-            if slot > 0:
-                _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
-            q_n = q_n * tl.rsqrt(tl.sum(q_n * q_n, axis=0) + _EPS) * scale
-            k_n = k_n * tl.rsqrt(tl.sum(k_n * k_n, axis=0) + _EPS)
-            at = n * NUM_GROUPS + part
-            tl.store(query + at * K + k, q_n, mask=mask)
-            tl.store(key + (taped * NUM_GROUPS + part) * K + k, k_n, mask=mask)
-            tl.store(dots + at, tl.sum(q_n * k_n, axis=0))
-        else:
-            head = part - NUM_GROUPS
-            v = tl.arange(0, BLOCK_V)
-            # Separate names: a name must have one shape in both branches, and V may differ from K.
-            v_mask = v < V
-            v_channel = 2 * NUM_GROUPS * K + head * V + v
-            v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
-            if num_taped != 0:
-                _keep(x + n * x_stride, inputs + taped * CHANNELS, v_channel, v_mask)
-            if slot > 0:
-                _save_tail(saved, x, n, place, tail_r, is_old, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
-            at = n * NUM_HEADS + head
-            tl.store(value + at * V + v, v_n, mask=v_mask)
-            logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
-            # log1p(u) = log(w) * u / (w - 1) with the rounded w = 1 + u; just log(w) would lose a small u.
-            u = tl.exp(-tl.abs(logit))
-            w = 1.0 + u
-            log1p = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
-            softplus = tl.maximum(logit, 0.0) + log1p
-            tl.store(decay + taped * NUM_HEADS + head, tl.exp(-tl.exp(tl.load(decay_log + head)) * softplus))
-            chance = tl.load(beta + n * beta_stride + head).to(tl.float32)
-            tl.store(rate + at, 1.0 / (1.0 + tl.exp(-chance)))
+MANY_TOKENS, MIX_TOKENS = 128, 4  # from so many on, a program of `mix` has several
+NORM_HEADS = 8  # heads per program of `_norm`
 
 
 @triton.jit
@@ -265,6 +128,32 @@ def _and_token(
 
 
 @triton.jit
+def _to_l2(pointers):
+    """Ask for the lines of the pointers to come from memory to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fetch(
+    query, key, dots, value, decay, rate, first, last, part, other,
+    NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Fetch this program's share of the numbers of the tokens from `first` on: one key, two values."""
+    lane = tl.arange(0, 32)
+    n = tl.minimum(first + other, last)
+    sector = lane % 16 * 8 % K
+    _to_l2(tl.where(lane < 16, key, query) + n * NUM_GROUPS * K + sector)
+    n = tl.minimum(first + 2 * part + lane % 2, last)
+    at = (value + n * NUM_HEADS * V + lane // 2 % 8 * 16 % V).to(tl.int64)
+    at = tl.where(lane // 2 == 8, (decay + n * NUM_HEADS).to(tl.int64), at)
+    at = tl.where(lane // 2 == 9, (rate + n * NUM_HEADS).to(tl.int64), at)
+    _to_l2(tl.where(lane // 2 == 10, (dots + n * NUM_GROUPS).to(tl.int64), at))
+
+
+@triton.jit
 def _shift_tail(
     tail, is_old, x, x_stride, count, part,
     CHANNELS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -290,7 +179,7 @@ def _advance(
     x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, num_saves,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, GRID: tl.constexpr, DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, GRID: tl.constexpr, DEPTH: tl.constexpr, FETCH: tl.constexpr,
     IS_FOLD: tl.constexpr, IS_KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scan or fold; see the module's docstring.
@@ -298,7 +187,7 @@ def _advance(
     A fold reads a tape of num_taped tokens per layer, the first `counts` of each row; x holds the tape's
     inputs. A scan reads all tokens of a row and writes `reads`. If IS_KEPT, the scan updates states and
     tails, and num_taped is 0. Otherwise it does not change them, and writes `delta` to the tape, to which
-    `_mix` has written key and decay.
+    `mix` has written key and decay.
     """
     let_next_start(PDL)
     slices: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -350,6 +239,11 @@ def _advance(
     size: tl.constexpr = GRID if IS_KEPT else 2**30
     for first in range(begin - start % size, end, size):
         stop = tl.minimum(first + size, end)
+        if FETCH and IS_KEPT:
+            _fetch(
+                query, key, dots, value, decay, rate, stop, end - 1, tl.program_id(0) % slices,
+                tl.program_id(0) % (slices * (NUM_HEADS // NUM_GROUPS)), NUM_GROUPS, NUM_HEADS, K, V,
+            )  # fmt: skip
         for n in tl.range(tl.maximum(first, begin), stop, loop_unroll_factor=DEPTH):
             key_n, decay_n, value_n, query_n, rate_n, dot_n = ahead[0]  # type: ignore[misc]
             ahead = _and_token(
@@ -368,7 +262,7 @@ def _advance(
                     tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
             s = _step(s, key_n, delta_n, decay_n)
         if IS_KEPT:
-            slot = _slot_after(saves, row, start + stop - begin, num_saves, GRID)
+            slot = slot_after(saves, row, start + stop - begin, num_saves, GRID)
             if slot > 0:
                 saved, _ = _tile(state + slot * row_stride, v, mask, v_stride, k_stride, K, PART)
                 _store_parts(saved, s, is_there)
@@ -432,6 +326,7 @@ class _Shape(NamedTuple):
             "WIDTH": self.width,
             "BLOCK_W": triton.next_power_of_2(self.width),
             "DEPTH": DEPTHS[is_long],
+            "FETCH": is_long and device.type == "cuda" and torch.version.hip is None,
             **overlap(device),
             "num_warps": 1,
             "num_stages": 1,
@@ -496,10 +391,10 @@ def scan(
     if count == 0:
         return reads
     where, num_active = (layer, at.state.shape[1], num_taped), at.rows.shape[0]
-    tokens = 1 if count < MANY_TOKENS else 4  # of a program of `_mix`: each waits for its loads
+    tokens = 1 if count < MANY_TOKENS else MIX_TOKENS  # of a program of `mix`
     slots, grid = at.saves
     num_each = at.max_count if count == num_active * at.max_count else 0
-    _mix[(-(-count // tokens), shape.num_groups + shape.num_heads)](
+    mix[(-(-count // tokens), shape.num_groups + shape.num_heads)](
         x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, slots, query, key, dots, value,
         decay, rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, count, num_active,
         num_each, slots.shape[1], shape.k**-0.5,

@@ -1,9 +1,7 @@
 """Attention over exact and 4-bit keys and values in Gluon: codes become operands without leaving registers.
 
-It replaces `kv_attention`, with the same contract, where `serves` returns True. Scores are computed
-transposed, keys by queries: few queries then make small tiles, and no value moves between lanes on its way
-from the loaded bytes to the operand of a tensor core. So the coordinates of a head are used in a different
-order (`_column_dims`, `_dim_rows`), which changes only the rounding of sums.
+It replaces `kv_attention`, with the same contract, where `serves` returns True. The operands of tensor cores
+are made in `kv_mma_operands`.
 
 The keys that a query sees are divided by position: into chunks of TILE, at most MAX_SEGMENTS segments of
 equal length (`segment_length`), and runs of RUN segments, which are folded in order. The bits do not depend
@@ -39,7 +37,28 @@ from blockdraft.kernels.triton.attention import (
     visible_keys,
 )
 from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
-from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
+from blockdraft.kernels.triton.kv_codes import kind_of
+from blockdraft.kernels.triton.kv_mma_operands import (
+    arranged_keys,
+    arranged_values,
+    chunk_slots,
+    column_dims,
+    dim_rows,
+    first_slots,
+    key_layout,
+    key_levels,
+    load_chunk,
+    load_group_keys,
+    load_group_values,
+    load_scales,
+    loaded,
+    operand,
+    places,
+    scale_layout,
+    value_layout,
+    value_levels,
+    weights_operand,
+)
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
 
 # The result's bits depend on these three numbers.
@@ -65,240 +84,6 @@ class Config:
     warps: int  # each has all keys of some columns; if there are several, they share the decoding
     level: int  # what a program stores for the merge: segments, runs or the whole
     parts: int  # programs that share the segments of a tile
-
-
-# ---- layouts of tensors. A quad is four lanes; g is the quad's number, t the lane's number in its quad.
-
-
-@gluon.constexpr_function
-def _basis(rank, axis, bit):
-    return [(1 << bit) if at == axis else 0 for at in range(rank)]
-
-
-@gluon.constexpr_function
-def _bits(count):
-    return count.bit_length() - 1
-
-
-@gluon.constexpr_function
-def _layout(shape, registers, lanes, warps, splits, groups=4):
-    """Return a layout, whose first axis counts `groups` groups of 16 keys.
-
-    `registers` are (axis, first bit, number of bits), the fastest first. `lanes` are five (axis, bit), or
-    None if lanes hold equal values. With `splits`, each warp has its share of the groups, otherwise all.
-    """
-    rank = len(shape)
-    log_warps = _bits(warps)
-    split = min(log_warps, _bits(groups)) if splits else 0
-    return gl.DistributedLinearLayout(
-        reg_bases=[_basis(rank, axis, bit + i) for axis, bit, count in registers for i in range(count)]
-        + [_basis(rank, 0, bit) for bit in range(split, _bits(groups))],
-        lane_bases=[[0] * rank if one is None else _basis(rank, one[0], one[1]) for one in lanes],
-        warp_bases=[_basis(rank, 0, bit) if bit < split else [0] * rank for bit in range(log_warps)],
-        block_bases=[],
-        shape=shape,
-    )
-
-
-@gluon.constexpr_function
-def _key_layout(size, halves, warps, splits):
-    """Return the layout [4, 16, size] of keys: quad g has keys g and g + 8, a lane a quarter of each half."""
-    each = _bits(size) - _bits(halves) - 2
-    lanes = [(2, each), (2, each + 1), (1, 0), (1, 1), (1, 2)]
-    registers = [(2, 0, each), (2, each + 2, _bits(halves)), (1, 3, 1)]
-    return _layout([4, 16, size], registers, lanes, warps, splits)
-
-
-@gluon.constexpr_function
-def _value_layout(size, halves, warps, splits):
-    """Return the layout [4, 8, size] of every other value.
-
-    Lanes t have values t and t + 4, of which quad g has an eighth of each half.
-    """
-    each = _bits(size) - _bits(halves) - 3
-    lanes = [(1, 0), (1, 1), (2, each), (2, each + 1), (2, each + 2)]
-    registers = [(2, 0, each), (2, each + 3, _bits(halves)), (1, 2, 1)]
-    return _layout([4, 8, size], registers, lanes, warps, splits)
-
-
-@gluon.constexpr_function
-def _group_key_layout(words):
-    """Return the layout [16, words] of one group of keys for a single warp, like `_key_layout`."""
-    each = _bits(words) - 2
-    lanes = [(1, each), (1, each + 1), (0, 0), (0, 1), (0, 2)]
-    return _layout([16, words], [(1, 0, each), (0, 3, 1)], lanes, 1, False, 1)
-
-
-@gluon.constexpr_function
-def _group_value_layout(words):
-    """Return the layout [8, words] of a group's every other value for one warp, like `_value_layout`."""
-    each = _bits(words) - 3
-    lanes = [(0, 0), (0, 1), (1, each), (1, each + 1), (1, each + 2)]
-    return _layout([8, words], [(1, 0, each), (0, 2, 1)], lanes, 1, False, 1)
-
-
-@gluon.constexpr_function
-def _scale_layout(warps):
-    """Return the layout [4, 16] of scales, which is that of the rows of a tile of scores."""
-    lanes = [None, None, (1, 0), (1, 1), (1, 2)]
-    return _layout([4, 16], [(1, 3, 1)], lanes, warps, False)
-
-
-@gluon.jit
-def _column_dims(column, DIM: gl.constexpr):
-    """Return columns' coordinates: column 16 i + 8 h + 2 t + e of a half is lane t's number 4 i + 2 h + e."""
-    c = column % (DIM // 2)
-    return column - c + c // 2 % 4 * (DIM // 8) + c // 16 * 4 + c // 8 % 2 * 2 + c % 2
-
-
-@triton.jit
-def _dim_rows(dim, DIM: tl.constexpr):
-    """Return the rows of the sums for coordinates `dim`: number j of quad g in a half is row 8 j + g."""
-    d = dim % (DIM // 2)
-    return dim - d + d % (DIM // 16) * 8 + d // (DIM // 16)
-
-
-# ---- loads
-
-
-@gluon.jit
-def _slots(table, chunk, end, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
-    """Return the first slots [4] of a chunk's groups of 16 keys; 0, which is never written, from `end` on."""
-    key = chunk * _N + 16 * gl.arange(0, 4, layout)
-    page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
-    return page * PAGE_SIZE + key % PAGE_SIZE
-
-
-@gluon.jit
-def _places(slot, first, STEP: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
-    """Return the offsets [4, .., SIZE] of the data of every STEP-th of a group's 16 slots from `first` on."""
-    key = gl.arange(0, 16 // STEP, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * STEP + first
-    part = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    slot = gl.expand_dims(gl.expand_dims(slot, 1), 2)
-    inside = gl.expand_dims(gl.expand_dims(key, 0), 2) * SIZE + gl.expand_dims(gl.expand_dims(part, 0), 1)
-    return slot * SIZE + inside
-
-
-@gluon.jit
-def _load_scales(scales, slot, layout: gl.constexpr):
-    key = gl.arange(0, 16, gl.SliceLayout(0, layout))
-    return gl.load(scales + gl.expand_dims(slot, 1) + gl.expand_dims(key, 0))
-
-
-@gluon.jit
-def _chunk_slots(table, chunk, end, PAGE_SIZE: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr,
-                 SPLITS: gl.constexpr):  # fmt: skip
-    """Return the first slots of a compressed chunk's groups, in the layout of codes and in that of scales."""
-    K: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _key_layout(WORDS, 1, WARPS, SPLITS)))
-    SCALES: gl.constexpr = gl.SliceLayout(1, _scale_layout(WARPS))
-    slot = _slots(table, chunk, end, PAGE_SIZE, K)
-    if SPLITS:
-        scale_slot = _slots(table, chunk, end, PAGE_SIZE, SCALES)
-    else:
-        scale_slot = gl.convert_layout(slot, SCALES, assert_trivial=True)
-    return slot, scale_slot
-
-
-@gluon.jit
-def _load_chunk(keys, key_scale, values, value_scale, slots, WORDS: gl.constexpr, WARPS: gl.constexpr,
-                SPLITS: gl.constexpr):  # fmt: skip
-    """Return the words of codes, and the scales, of a compressed chunk."""
-    K: gl.constexpr = _key_layout(WORDS, 1, WARPS, SPLITS)
-    V: gl.constexpr = _value_layout(WORDS, 1, WARPS, SPLITS)
-    SCALES: gl.constexpr = _scale_layout(WARPS)
-    slot, scale_slot = slots
-    v_slot = gl.convert_layout(slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
-    k = gl.load(keys + _places(slot, 0, 1, WORDS, K))
-    even = gl.load(values + _places(v_slot, 0, 2, WORDS, V))
-    odd = gl.load(values + _places(v_slot, 1, 2, WORDS, V))
-    k_scale = _load_scales(key_scale, scale_slot, SCALES)
-    return k, even, odd, k_scale, _load_scales(value_scale, scale_slot, SCALES)
-
-
-# ---- operands
-
-
-@gluon.jit
-def _operand(x, SPLITS: gl.constexpr, layout: gl.constexpr):
-    """Return x in the operand's layout, or in shared memory for `_loaded` if the warps shared the work."""
-    if SPLITS:
-        PHASES: gl.constexpr = 8 if x.shape[1] >= 64 else 4
-        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [1, 0])
-        x = gl.allocate_shared_memory(x.dtype, x.shape, swizzled, x)
-    else:
-        x = gl.convert_layout(x, layout, assert_trivial=True)  # nothing moves
-    return x
-
-
-@gluon.jit
-def _loaded(x, SPLITS: gl.constexpr, layout: gl.constexpr):
-    if SPLITS:
-        x = x.load(layout)
-    return x
-
-
-@gluon.jit
-def _pairs(x):
-    """Return words [..] as pairs of bfloat16 numbers [.., 2]."""
-    even = x.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    odd = (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(even, odd)
-
-
-@gluon.jit
-def _key_levels(word, KEYS: gl.constexpr, DIM: gl.constexpr):
-    """Return the levels [KEYS, DIM] of DIM / 8 words of codes per key, with columns as in `_column_dims`."""
-    lo_1, lo_2, hi_1, hi_2 = gl.inline_asm_elementwise(
-        WORD_BY_TABLE, "=&r,=&r,=&r,=&r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
-    )
-    x = _pairs(gl.join(gl.join(lo_1, lo_2), gl.join(hi_1, hi_2)))
-    x = gl.reshape(x, [KEYS, 4, DIM // 32, 2, 2, 2])  # key, t, i, h, half, e
-    return gl.reshape(gl.permute(x, [0, 4, 2, 3, 1, 5]), [KEYS, DIM])
-
-
-@gluon.jit
-def _exact_keys(x, DIM: gl.constexpr):
-    """Return keys [4, 16, DIM] as [64, DIM], with columns as in `_column_dims`."""
-    x = gl.reshape(x, [_N, 2, 4, DIM // 32, 2, 2])  # key, half, t, i, h, e
-    return gl.reshape(gl.permute(x, [0, 1, 3, 4, 2, 5]), [_N, DIM])
-
-
-@gluon.jit
-def _value_levels(even, odd, KEYS: gl.constexpr, DIM: gl.constexpr):
-    """Return the levels [DIM, KEYS] of DIM / 8 words of codes per value, with rows as in `_dim_rows`."""
-    l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
-        PAIR_BY_CURVE,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-        [even, odd],
-        dtype=(gl.int32,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    low = gl.join(gl.join(l0, l2), gl.join(l1, l3))
-    high = gl.join(gl.join(h0, h2), gl.join(h1, h3))
-    x = _pairs(gl.join(low, high))
-    x = gl.reshape(x, [KEYS // 2, 8, DIM // 16, 2, 2])  # pair of values, g, j, half, e
-    return gl.reshape(gl.permute(x, [3, 2, 1, 0, 4]), [DIM, KEYS])
-
-
-@gluon.jit
-def _exact_values(even, odd, DIM: gl.constexpr):
-    """Return the values in `even` and `odd` [4, 8, DIM] as [DIM, 64], with rows as in `_dim_rows`."""
-    x = gl.reshape(gl.join(even, odd), [_N // 2, 2, 8, DIM // 16, 2])  # pair of values, half, g, j, e
-    return gl.reshape(gl.permute(x, [1, 3, 2, 0, 4]), [DIM, _N])
-
-
-@gluon.jit
-def _weights_operand(weights, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Return weights [64, COLUMNS] in the layout of scores as a bfloat16 operand: transpose 8 x 8 tiles."""
-    even, odd = gl.split(gl.reshape(weights, [_N, COLUMNS // 2, 2]))
-    x = gl.inline_asm_elementwise(
-        "{ .reg .b32 r; cvt.rn.bf16x2.f32 r, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, r; }",
-        "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    x = gl.reshape(_pairs(x), [8, 8, COLUMNS // 8, 4, 2])  # now: tile, column, tile, pair of keys, e
-    x = gl.reshape(gl.permute(x, [0, 3, 4, 2, 1]), [_N, COLUMNS])
-    return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 # ---- sums: of DIM by COLUMNS, with tops and totals of each column
@@ -342,8 +127,8 @@ def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constex
                 mma: gl.constexpr):  # fmt: skip
     """Return sums, tops and totals with a chunk of scores [64, COLUMNS] and values v added."""
     weights, shrink, top, total = _weighed(acc, scores, is_seen, scale)
-    weights = _weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
-    v = _loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
+    weights = weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
+    v = loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
     return mma_v2(v, weights, acc[0] * shrink), top, total
 
 
@@ -386,19 +171,19 @@ def _attend_compressed(
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, mma)
     end = last_chunk * _N
-    slots = _chunk_slots(table, first_chunk, end, PAGE_SIZE, WORDS, WARPS, SPLITS)
+    slots = chunk_slots(table, first_chunk, end, PAGE_SIZE, WORDS, WARPS, SPLITS)
     for chunk in range(first_chunk, last_chunk):
-        k, even, odd, k_scale, v_scale = _load_chunk(
+        k, even, odd, k_scale, v_scale = load_chunk(
             keys, key_scale, values, value_scale, slots, WORDS, WARPS, SPLITS
         )
-        slots = _chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # one iteration ahead
+        slots = chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # one iteration ahead
         whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
-        k = _operand(_key_levels(k, _N, DIM), SPLITS, A)
+        k = operand(key_levels(k, _N, DIM), SPLITS, A)
         if SPLITS:  # before the other warps wait for the keys
-            v = _operand(_value_levels(even, odd, _N, DIM), SPLITS, A)
-        scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
+            v = operand(value_levels(even, odd, _N, DIM), SPLITS, A)
+        scores = mma_v2(loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
         if not SPLITS:
-            v = _operand(_value_levels(even, odd, _N, DIM), SPLITS, A)
+            v = operand(value_levels(even, odd, _N, DIM), SPLITS, A)
         by_key = gl.convert_layout(gl.reshape(k_scale, [_N]), ROWS, assert_trivial=True)
         by_value = gl.convert_layout(gl.reshape(v_scale, [_N]), ROWS, assert_trivial=True)
         scores = scores * gl.expand_dims(by_key.to(gl.float32), 1)
@@ -406,37 +191,6 @@ def _attend_compressed(
         value_scale_now = gl.expand_dims(by_value.to(gl.float32), 1)
         acc = _with_chunk(acc, scores, is_colder, value_scale_now, v, scale, COLUMNS, SPLITS, mma)
     return whole, run, acc
-
-
-@gluon.jit
-def _group_slot(table, group, end, PAGE_SIZE: gl.constexpr):
-    """Return the first slot of a group of 16 keys, or 0 from key `end` on."""
-    key = group * 16
-    page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
-    return page * PAGE_SIZE + key % PAGE_SIZE
-
-
-@gluon.jit
-def _load_group(codes, slot, first, STEP: gl.constexpr, WORDS: gl.constexpr, layout: gl.constexpr):
-    """Return the words of every STEP-th of a group's 16 keys from `first` on."""
-    key = gl.arange(0, 16 // STEP, gl.SliceLayout(1, layout)) * STEP + first
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
-    return gl.load(codes + slot * WORDS + (gl.expand_dims(key * WORDS, 1) + gl.expand_dims(word, 0)))
-
-
-@gluon.jit
-def _load_group_keys(keys, key_scale, table, group, end, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-                     mma: gl.constexpr):  # fmt: skip
-    slot = _group_slot(table, group, end, PAGE_SIZE)
-    scales = gl.load(key_scale + slot + gl.arange(0, 16, gl.SliceLayout(1, mma)))
-    return _load_group(keys, slot, 0, 1, WORDS, _group_key_layout(WORDS)), scales
-
-
-@gluon.jit
-def _load_group_values(values, table, group, end, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    V: gl.constexpr = _group_value_layout(WORDS)
-    slot = _group_slot(table, group, end, PAGE_SIZE)
-    return _load_group(values, slot, 0, 2, WORDS, V), _load_group(values, slot, 1, 2, WORDS, V)
 
 
 @gluon.jit
@@ -455,29 +209,29 @@ def _attend_compressed_alone(
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    SCALES: gl.constexpr = _scale_layout(1)
+    SCALES: gl.constexpr = scale_layout(1)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])  # in the order of an operand
     all_scores = gl.allocate_shared_memory(gl.float32, [4, 16, COLUMNS], rows)
     all_weights = gl.allocate_shared_memory(gl.bfloat16, [4, 16, COLUMNS], pairs)
     end = last_chunk * _N
     first = first_chunk * 4
-    k, k_scale = _load_group_keys(keys, key_scale, table, first, end, WORDS, PAGE_SIZE, mma)
-    even, odd = _load_group_values(values, table, first, end, WORDS, PAGE_SIZE)
-    next_k, next_scale = _load_group_keys(keys, key_scale, table, first + 1, end, WORDS, PAGE_SIZE, mma)
-    next_even, next_odd = _load_group_values(values, table, first + 1, end, WORDS, PAGE_SIZE)
+    k, k_scale = load_group_keys(keys, key_scale, table, first, end, WORDS, PAGE_SIZE, mma)
+    even, odd = load_group_values(values, table, first, end, WORDS, PAGE_SIZE)
+    next_k, next_scale = load_group_keys(keys, key_scale, table, first + 1, end, WORDS, PAGE_SIZE, mma)
+    next_even, next_odd = load_group_values(values, table, first + 1, end, WORDS, PAGE_SIZE)
     for chunk in range(first_chunk, last_chunk):
-        slot = _slots(table, chunk, end, PAGE_SIZE, gl.SliceLayout(1, SCALES))
-        by_value = gl.reshape(_load_scales(value_scale, slot, SCALES), [_N])
+        slot = first_slots(table, chunk, end, PAGE_SIZE, gl.SliceLayout(1, SCALES))
+        by_value = gl.reshape(load_scales(value_scale, slot, SCALES), [_N])
         if LEVEL > 0:  # noqa: SIM102  # the one is known to the compiler
             if chunk % length == 0:
                 run = _folded(run, acc, scale)
                 acc = _nothing(DIM, COLUMNS, mma)
         for group in range(4):
-            far_k, far_scale = _load_group_keys(
+            far_k, far_scale = load_group_keys(
                 keys, key_scale, table, chunk * 4 + group + 2, end, WORDS, PAGE_SIZE, mma
             )
-            levels = gl.convert_layout(_key_levels(k, 16, DIM), A, assert_trivial=True)
+            levels = gl.convert_layout(key_levels(k, 16, DIM), A, assert_trivial=True)
             scores = mma_v2(levels, q, gl.zeros([16, COLUMNS], gl.float32, mma))
             all_scores.index(group).store(scores * gl.expand_dims(k_scale.to(gl.float32), 1))
             k, k_scale, next_k, next_scale = next_k, next_scale, far_k, far_scale
@@ -496,10 +250,8 @@ def _attend_compressed_alone(
         all_weights.index(3).store(fourth_group)
         sums = acc[0] * shrink
         for group in range(4):
-            far_even, far_odd = _load_group_values(
-                values, table, chunk * 4 + group + 2, end, WORDS, PAGE_SIZE
-            )
-            levels = gl.convert_layout(_value_levels(even, odd, 16, DIM), A, assert_trivial=True)
+            far_even, far_odd = load_group_values(values, table, chunk * 4 + group + 2, end, WORDS, PAGE_SIZE)
+            levels = gl.convert_layout(value_levels(even, odd, 16, DIM), A, assert_trivial=True)
             sums = mma_v2(levels, all_weights.index(group).load(B), sums)
             even, odd, next_even, next_odd = next_even, next_odd, far_even, far_odd
         acc = sums, top, total
@@ -528,22 +280,22 @@ def _attend_exact(
     compressed.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    K: gl.constexpr = _key_layout(DIM, 2, WARPS, SPLITS)
-    V: gl.constexpr = _value_layout(DIM, 2, WARPS, SPLITS)
+    K: gl.constexpr = key_layout(DIM, 2, WARPS, SPLITS)
+    V: gl.constexpr = value_layout(DIM, 2, WARPS, SPLITS)
     row = gl.arange(0, _N, gl.SliceLayout(1, mma))
     for chunk in range(first_chunk, last_chunk):
         left = tile_hi - chunk * _N  # later keys are not written yet
-        k_slot = _slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
+        k_slot = first_slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
         v_slot = gl.convert_layout(k_slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
-        k = gl.load(keys + _places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
-        even = gl.load(values + _places(v_slot, 0, 2, DIM, V), mask=_keys_left(left, 8, V), other=0.0)
-        odd = gl.load(values + _places(v_slot, 1, 2, DIM, V), mask=_keys_left(left - 1, 8, V), other=0.0)
+        k = gl.load(keys + places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
+        even = gl.load(values + places(v_slot, 0, 2, DIM, V), mask=_keys_left(left, 8, V), other=0.0)
+        odd = gl.load(values + places(v_slot, 1, 2, DIM, V), mask=_keys_left(left - 1, 8, V), other=0.0)
         if LEVEL > 0:  # noqa: SIM102
             if chunk >= folds_from:
                 whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
-        k = _operand(_exact_keys(k, DIM), SPLITS, A)
-        v = _operand(_exact_values(even, odd, DIM), SPLITS, A)
-        scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
+        k = operand(arranged_keys(k, DIM), SPLITS, A)
+        v = operand(arranged_values(even, odd, DIM), SPLITS, A)
+        scores = mma_v2(loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
         is_warmer = (chunk * _N >= compressed_end_at) | (chunk == 0)
         is_seen = gl.expand_dims(row + chunk * _N, 1) < gl.expand_dims(hi, 0)
         is_seen = is_seen & gl.expand_dims(is_warmer, 0)
@@ -637,7 +389,7 @@ def _attend_kernel(
     q_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, B))
     q_token = first + q_column // SHARED
     is_live = (q_column < TOKENS * SHARED) & (q_token < count)
-    q_dim = gl.expand_dims(_column_dims(gl.arange(0, DIM, gl.SliceLayout(1, B)), DIM), 1)
+    q_dim = gl.expand_dims(column_dims(gl.arange(0, DIM, gl.SliceLayout(1, B)), DIM), 1)
     q_at = (stream + q_token) * q_stride + (group * SHARED + q_column % SHARED) * q_head_stride
     in_tile = gl.expand_dims(is_live, 0) & (q_dim >= 0)
     query = gl.load(q + gl.expand_dims(q_at, 0) + q_dim, mask=in_tile, other=0.0)
@@ -761,7 +513,7 @@ def _merge_kernel(
     if HAS_SINKS:
         sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     outputs = divided(whole, sink, scale, HAS_SINKS)
-    outputs = tl.gather(outputs, _dim_rows(dim, DIM)[None, :], 1)
+    outputs = tl.gather(outputs, dim_rows(dim, DIM)[None, :], 1)
     outputs = hadamard_blocks(outputs, DIM, DIM) * tl.load(sign + dim)[None, :]
     tl.store(out + result * DIM + dim[None, :], outputs.to(out.dtype.element_ty))
 

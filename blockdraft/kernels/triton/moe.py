@@ -4,7 +4,8 @@ Scratch rows are in the order of the pairs, token * K + index of the choice. A p
 token's row and its expert: columns are summed in one fixed order. The size of tiles changes with the number
 of pairs per expert. On Hopper this does not change the bits: a tensor core adds sixteen products to the sum
 at once, in the same way for every shape of tile, and a step of more columns is more such additions. If
-columns share a scale, tiles of all sizes take the same number of columns in a step.
+columns share a scale that multiplies sums, tiles of all sizes take the same number of columns in a step.
+Scales of 4-bit codes multiply the codes, as `dequantise` does, so bits are those of the unpacked weight.
 
 A shared expert that is stored like the routed experts runs with them. Its tiles, of tokens in order, and its
 scratch rows, one per token, follow those of the routed experts.
@@ -82,7 +83,7 @@ _FEW_DOWN = (
     (0, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
     (0, 0, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
 )
-_FEW_FP4 = Config(LOW, 32, 128, num_warps=4, num_stages=4)
+_FEW_CODES = Config(LOW, 32, 128, num_warps=4, num_stages=4)
 
 
 # ---- the grouped products
@@ -97,40 +98,72 @@ def e2m1(code, factor):
 
 
 @triton.jit
-def _multiply_fp4(
-    total, x, values, scale, rows, begin, stride_row, stride_scale,
-    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+def _spread(numbers, SPAN: tl.constexpr):
+    """Give numbers [N, groups] of SPAN columns to the bytes of these columns."""
+    wide = tl.broadcast_to(numbers[:, :, None], (numbers.shape[0], numbers.shape[1], SPAN // 2))
+    return wide.reshape(numbers.shape[0], numbers.shape[1] * SPAN // 2)
+
+
+@triton.jit
+def _multiply_codes(
+    total, x, values, scale, zero, second, rows, begin, stride_row, stride_scale,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, IS_DIVISOR: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, IS_CARD: tl.constexpr,
 ):  # fmt: skip
+    """Return total + x @ W^T; codes are widened in the operations of `dequantise`."""
     BLOCK_N: tl.constexpr = rows.shape[0]
-    GROUPS: tl.constexpr = BLOCK_K // 32
+    SPAN: tl.constexpr = GROUP if GROUP < BLOCK_K and GROUP < COLUMNS else BLOCK_K
+    IS_EVEN: tl.constexpr = COLUMNS % BLOCK_K == 0
     row = rows[:, None].to(tl.int64)
     byte = begin // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
-    group = begin // 32 + tl.arange(0, GROUPS)[None, :]
-    if COLUMNS % BLOCK_K == 0:
+    group = begin // GROUP + tl.arange(0, BLOCK_K // SPAN)[None, :]
+    place = row * stride_scale + group
+    if IS_EVEN:
         codes = tl.load(values + row * stride_row + byte)
-        exponent = tl.load(scale + row * stride_scale + group)
+        stored = tl.load(scale + place)
     else:
         codes = tl.load(values + row * stride_row + byte, mask=byte < COLUMNS // 2, other=0)
-        exponent = tl.load(scale + row * stride_scale + group, mask=group < COLUMNS // 32, other=0)
-    exponent = exponent.to(tl.int32)
-    power = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2 ** (e - 127)
-    power = tl.broadcast_to(power[:, :, None], (BLOCK_N, GROUPS, 16)).reshape(BLOCK_N, BLOCK_K // 2)
-    weight = tl.join(e2m1(codes & 15, power).to(x.dtype), e2m1(codes >> 4, power).to(x.dtype))
-    weight = weight.reshape(BLOCK_N, BLOCK_K)
+        stored = tl.load(scale + place, mask=group < COLUMNS // GROUP, other=0)
+    if CODE == "int4":
+        factor = _spread(stored.to(tl.float32), SPAN)
+        if zero is None:
+            middle = tl.full((BLOCK_N, BLOCK_K // 2), 8.0, tl.float32)
+        elif IS_EVEN:
+            middle = _spread(tl.load(zero + place).to(tl.float32), SPAN)
+        else:
+            found = tl.load(zero + place, mask=group < COLUMNS // GROUP, other=0)
+            middle = _spread(found.to(tl.float32), SPAN)
+        low = ((codes & 15).to(tl.float32) - middle) * factor
+        high = ((codes >> 4).to(tl.float32) - middle) * factor
+    else:
+        bits = stored.to(tl.int32)
+        if CODE == "mxfp4":
+            power = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)  # 2 ** (e - 127)
+        else:
+            power = (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True)
+            power *= 1.329227995784916e36  # 2 ** 120
+            whole = tl.broadcast_to(tl.load(second), power.shape)
+            power = tl.div_rn(power, whole) if IS_DIVISOR else power * whole
+        factor = _spread(power, SPAN)
+        low, high = e2m1(codes & 15, factor), e2m1(codes >> 4, factor)
+    weight = tl.join(low.to(x.dtype), high.to(x.dtype)).reshape(BLOCK_N, BLOCK_K)
+    if IS_CARD:  # the compiler does not reorder columns behind it (`triton.packed`)
+        weight = tl.inline_asm_elementwise("", "=h,0", [weight], dtype=weight.dtype, is_pure=False, pack=1)
     return tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
 
 
 @triton.jit
 def _multiply(
-    total, x, values, scale, rows, begin, stride_row, stride_scale,
-    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    total, x, values, scale, zero, second, rows, begin, stride_row, stride_scale,
+    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CODE: tl.constexpr,
+    IS_DIVISOR: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, IS_CARD: tl.constexpr,
 ):  # fmt: skip
     """Return total + x @ W^T for columns from `begin` on, without the scales of whole rows."""
-    if IS_FP4:
-        total = _multiply_fp4(
-            total, x, values, scale, rows, begin, stride_row, stride_scale, COLUMNS, BLOCK_K, PRECISION
-        )
+    if CODE is not None:
+        total = _multiply_codes(
+            total, x, values, scale, zero, second, rows, begin, stride_row, stride_scale, COLUMNS,
+            SCALE_COLUMNS, CODE, IS_DIVISOR, BLOCK_K, PRECISION, IS_CARD,
+        )  # fmt: skip
     else:
         column = begin + tl.arange(0, BLOCK_K)
         pointers = values + rows[None, :].to(tl.int64) * stride_row + column[:, None]
@@ -150,10 +183,10 @@ def _multiply(
 @triton.jit
 def _finish(
     total, scale, bias, rows, stride_scale,
-    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """Return total with the scales of whole rows and the bias applied."""
-    if SCALE_COLUMNS >= COLUMNS and not IS_FP4:
+    if SCALE_COLUMNS >= COLUMNS and CODE is None:
         total *= tl.load(scale + (rows // SCALE_ROWS) * stride_scale).to(tl.float32)[None, :]
     if bias is not None:
         total += tl.load(bias + rows).to(tl.float32)[None, :]
@@ -188,13 +221,14 @@ def _of_expert(first, shared, expert, stride, NUM_EXPERTS: tl.constexpr):
 def _experts_kernel(
     x, out, ids, order, tiles, num_tiles, num_tokens, first_values, second_values, first_scale, second_scale,
     first_bias, second_bias, shared_first_values, shared_second_values, shared_first_scale,
-    shared_second_scale, shared_first_bias, shared_second_bias, stride_expert, stride_row,
+    shared_second_scale, shared_first_bias, shared_second_bias, first_zero, second_zero, first_whole,
+    second_whole, stride_expert, stride_row,
     stride_scale_expert, stride_scale_row, stride_bias,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN_PAD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CODE: tl.constexpr, IS_DIVISOR: tl.constexpr,
+    IS_CARD: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_FEW: tl.constexpr,  # no more tokens than a tile has lanes, and pairs were not grouped
     IS_SINGLE: tl.constexpr,  # one token, whose pairs have an expert each
     PDL: tl.constexpr,
@@ -247,6 +281,12 @@ def _experts_kernel(
     first_values = _of_expert(first_values, shared_first_values, expert, stride_expert, NUM_EXPERTS)
     if SCALE_COLUMNS > 0:
         first_scale = _of_expert(first_scale, shared_first_scale, expert, stride_scale_expert, NUM_EXPERTS)
+    if first_zero is not None:
+        first_zero += expert * stride_scale_expert
+        second_zero += expert * stride_scale_expert
+    if first_whole is not None:
+        first_whole += expert
+        second_whole += expert
     if first_bias is not None:
         first_bias = _of_expert(first_bias, shared_first_bias, expert, stride_bias, NUM_EXPERTS)
     if KIND is not None:
@@ -267,21 +307,23 @@ def _experts_kernel(
             is_inside = is_inside & (column < COLUMNS)
         part = tl.load(x_row + column, mask=is_inside, other=0.0)
         first = _multiply(
-            first, part, first_values, first_scale, rows, begin, stride_row, stride_scale_row, COLUMNS,
-            SCALE_ROWS, SCALE_COLUMNS, IS_FP4, BLOCK_K, PRECISION,
+            first, part, first_values, first_scale, first_zero, first_whole, rows, begin, stride_row,
+            stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS, CODE, IS_DIVISOR, BLOCK_K, PRECISION,
+            IS_CARD,
         )  # fmt: skip
         if KIND is not None:
             second = _multiply(
-                second, part, second_values, second_scale, rows, begin, stride_row, stride_scale_row, COLUMNS,
-                SCALE_ROWS, SCALE_COLUMNS, IS_FP4, BLOCK_K, PRECISION,
+                second, part, second_values, second_scale, second_zero, second_whole, rows, begin, stride_row,
+                stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS, CODE, IS_DIVISOR, BLOCK_K, PRECISION,
+                IS_CARD,
             )  # fmt: skip
     first = _finish(
-        first, first_scale, first_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS, IS_FP4
+        first, first_scale, first_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS, CODE
     )
     if KIND is not None:
         second = _finish(
             second, second_scale, second_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS,
-            IS_FP4,
+            CODE,
         )  # fmt: skip
         dtype: tl.constexpr = out.dtype.element_ty  # both are rounded first, as in the reference
         first = _gated(first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32), KIND, LIMIT)
@@ -336,8 +378,8 @@ def choose_configs(parts: Parts, dtype: torch.dtype, num_pairs: int) -> tuple[Co
 
 def _for_few(part: Matrices, num_parts: int, num_pairs: int) -> Config:
     """Return the tiles for so many pairs, at most MAX_FEW."""
-    if _is_fp4(part):
-        return _FEW_FP4
+    if _has_codes(part):
+        return _FEW_CODES
     table, columns = _FEW_GATED if num_parts == 2 else _FEW_DOWN, _num_columns(part)
     return next(config for pairs, least, config in table if num_pairs >= pairs and columns >= least)
 
@@ -354,7 +396,7 @@ def _for_many(pairs_per_expert: float, device: torch.device) -> tuple[Config, Co
 
 def _within_a_scale(config: Config, part: Matrices, dtype: torch.dtype) -> Config:
     """Return the config with steps whose columns share a scale; equal for any number of pairs."""
-    if part.scale is None or _is_fp4(part) or part.block[1] >= _num_columns(part):
+    if part.scale is None or _has_codes(part) or part.block[1] >= _num_columns(part):
         return config
     block_k = 128 if dtype != torch.float32 else 32  # the bits depend on it
     while part.block[1] % block_k != 0:
@@ -362,12 +404,12 @@ def _within_a_scale(config: Config, part: Matrices, dtype: torch.dtype) -> Confi
     return config._replace(block_k=block_k)
 
 
-def _is_fp4(part: Matrices) -> bool:
-    return part.values.dtype == torch.uint8
+def _has_codes(part: Matrices) -> bool:
+    return part.code is not None
 
 
 def _num_columns(part: Matrices) -> int:
-    return part.values.shape[2] * (2 if _is_fp4(part) else 1)
+    return part.values.shape[2] * (2 if _has_codes(part) else 1)
 
 
 def _launch(
@@ -391,13 +433,14 @@ def _launch(
     grid = (num_tiles + num_shared, triton.cdiv(rows, config.block_n))
     _experts_kernel[grid](
         x, out, ids, order, tiles, num_tiles, num_tokens, *_pointers(routed),
-        *_pointers(shared), *first.values.stride()[:2],
+        *_pointers(shared), *_further_pointers(routed), *first.values.stride()[:2],
         *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
         NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen,
         CHOSEN_PAD=triton.next_power_of_2(num_chosen), ROWS=rows, COLUMNS=_num_columns(first),
         SCALE_ROWS=first.block[0], SCALE_COLUMNS=0 if first.scale is None else first.block[1],
-        IS_FP4=_is_fp4(first), KIND=None if activation is None else activation.kind,
+        CODE=first.code, IS_DIVISOR=first.is_divisor, IS_CARD=x.is_cuda,
+        KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_FEW=groups is None, IS_SINGLE=num_tokens == 1,
@@ -414,14 +457,21 @@ def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
     return [*(_readable_values(part.values) for part in ends), *scales, *(part.bias for part in ends)]
 
 
+def _further_pointers(parts: tuple[Matrices, ...]) -> list[Tensor | None]:
+    """Return zero points and second scales, in the order of `_pointers`."""
+    ends = (parts[0], parts[-1])
+    wholes = [None if part.second is None else part.second.flatten() for part in ends]
+    return [*(part.zero for part in ends), *wholes]
+
+
 def _readable_values(values: Tensor) -> Tensor:
     """Return values, with fp8 viewed as bytes, for `widen`."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _readable_scale(scale: Tensor) -> Tensor:
-    """Return scales, with e8m0 viewed as bytes, as Triton does not have that type."""
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    """Return scales, with those of 8 bits viewed as bytes; Triton does not have e8m0."""
+    return scale.view(torch.uint8) if scale.dtype.itemsize == 1 else scale
 
 
 # ---- the weighted sum of the outputs

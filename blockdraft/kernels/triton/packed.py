@@ -8,9 +8,9 @@ weight. The weight is the left operand, as its rows fill the tensor cores howeve
 tensor cores expect of it, so no value moves between lanes. The compiler would reorder columns after a
 `tl.join`; it does not look behind an assembler block with effects (`_in_order`), which is empty.
 
-In bfloat16, instructions widen two codes at a time (`kernels.triton.packed_asm`); otherwise, and if NVFP4's
-second factor has no two pieces or its columns have factors, a code is widened in float32, in the operations
-of `dequantise`.
+In bfloat16, instructions widen two codes at a time (`kernels.triton.packed_asm`); otherwise, for GGUF's Q4_1
+and Q8_0, and if NVFP4's second factor has no two pieces or its columns have factors, a code is widened in
+float32, in the operations of `dequantise`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.packed import CHUNK, TILE, PackedWords
+from blockdraft.kernels.packed_speeds import Code
+from blockdraft.kernels.triton import packed_few
 from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
 from blockdraft.kernels.triton.moe import e2m1
 from blockdraft.kernels.triton.packed_asm import widening
+from blockdraft.kernels.triton.packed_few import Division
 from blockdraft.kernels.triton.pointwise import gate_values
 
 
@@ -82,13 +85,22 @@ def _second(seconds, first_tile, num_rows, TILES: tl.constexpr):
 
 @triton.jit
 def _wide(
-    words, stored, second, factors,
+    words, high, stored, second, factors,
     PLACE: tl.constexpr, CODE: tl.constexpr, IS_HALF: tl.constexpr, IS_DIVISOR: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return the values of the codes in a place of each word; `factors` points to those of place 0."""
     J: tl.constexpr = PLACE // 2
-    if CODE == "int4":
+    if CODE == "q4_1" or CODE == "q8_0":
+        code = (words >> (4 * PLACE)) & 15
+        if CODE == "q8_0":
+            code |= ((high >> (4 * PLACE)) & 15) << 4
+        code = (code | 0x4B000000).to(tl.float32, bitcast=True)  # plus 2 ** 23
+        value = code - (8388608.0 if CODE == "q4_1" else 8388736.0)
+        value *= (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # exact
+        if CODE == "q4_1":
+            value += ((stored >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif CODE == "int4":
         code = ((words >> (4 * PLACE)) & 15).to(tl.float32)
         if IS_HALF:
             scale = (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -133,12 +145,20 @@ def _values(
     # A lane's words are a row of two dimensions: for more, versions of Triton distribute them differently.
     i, word = tl.arange(0, CHUNKS * TILES * 32)[:, None], tl.arange(0, 4)[None, :]
     step, tile = chunk + i // (TILES * 32), first_tile + i // 32 % TILES
-    places = words + (tile * num_chunks + step) * 128 + i % 32 * 4 + word
+    PLANES: tl.constexpr = 2 if CODE == "q8_0" else 1
+    places = words + (tile * num_chunks + step) * (128 * PLANES) + i % 32 * 4 + word
     if IS_EVEN:
         found = tl.load(places)
     else:
         found = tl.load(places, mask=(step < num_chunks) & (tile * 16 < num_rows), other=0)
     found = found.reshape(CHUNKS, TILES, 32, 2, 2)
+    high = found
+    if PLANES == 2:
+        if IS_EVEN:
+            high = tl.load(places + 128)
+        else:
+            high = tl.load(places + 128, mask=(step < num_chunks) & (tile * 16 < num_rows), other=0)
+        high = high.reshape(CHUNKS, TILES, 32, 2, 2)
     p0 = _scale(scales, 0, first_tile, chunk, num_chunks, num_rows, PARTS, SPAN, TILES, CHUNKS, IS_EVEN)
     p1, p2, p3 = p0, p0, p0
     if PARTS > 1:
@@ -173,14 +193,14 @@ def _values(
                 tl.arange(0, 2)[None, None, None, None, :],
             )
             at = factors + at_chunk * 64 + 2 * t + odd
-        v0 = _wide(found, p0, second, at, 0, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v1 = _wide(found, p0, second, at, 1, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v2 = _wide(found, p1, second, at, 2, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v3 = _wide(found, p1, second, at, 3, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v4 = _wide(found, p2, second, at, 4, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v5 = _wide(found, p2, second, at, 5, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v6 = _wide(found, p3, second, at, 6, CODE, IS_HALF, IS_DIVISOR, DTYPE)
-        v7 = _wide(found, p3, second, at, 7, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v0 = _wide(found, high, p0, second, at, 0, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v1 = _wide(found, high, p0, second, at, 1, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v2 = _wide(found, high, p1, second, at, 2, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v3 = _wide(found, high, p1, second, at, 3, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v4 = _wide(found, high, p2, second, at, 4, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v5 = _wide(found, high, p2, second, at, 5, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v6 = _wide(found, high, p3, second, at, 6, CODE, IS_HALF, IS_DIVISOR, DTYPE)
+        v7 = _wide(found, high, p3, second, at, 7, CODE, IS_HALF, IS_DIVISOR, DTYPE)
     low = tl.join(tl.join(v0, v1), tl.join(v2, v3))
     values = tl.join(low, tl.join(tl.join(v4, v5), tl.join(v6, v7)))  # chunk, tile, lane, half, odd, q, j, j
     values = values.reshape(CHUNKS, TILES, 8, 4, 2, 2, 2, 2, 2).permute(1, 4, 2, 0, 8, 7, 6, 3, 5)
@@ -189,6 +209,14 @@ def _values(
 
 
 # ---- products
+
+
+@triton.jit
+def _added(sums, IS_CARD: tl.constexpr):
+    """Return sums that Triton waits for. It would let products go on while it overwrites their values."""
+    if IS_CARD:
+        sums = tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=False, pack=1)
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -232,14 +260,14 @@ def _packed(
             words, scales, second, factors, tile, chunk, num_chunks, num_rows, CODE, PARTS, SPAN,
             IS_HALF, IS_DIVISOR, ASM, CONSTRAINTS, TILES, CHUNKS, IS_EVEN, DTYPE, IS_CARD,
         )  # fmt: skip
-        sums = tl.dot(values, tokens, sums)
+        sums = _added(tl.dot(values, tokens, sums), IS_CARD)
         if GATE != "none":
             values = _values(
                 words, scales, up_second, factors, tile + num_outputs // 16, chunk,
                 num_chunks, num_rows, CODE, PARTS, SPAN, IS_HALF, IS_DIVISOR, ASM, CONSTRAINTS, TILES, CHUNKS,
                 IS_EVEN, DTYPE, IS_CARD,
             )  # fmt: skip
-            up_sums = tl.dot(values, tokens, up_sums)
+            up_sums = _added(tl.dot(values, tokens, up_sums), IS_CARD)
     if bias is not None:
         sums += tl.load(bias + row, mask=is_row, other=0.0)[:, None]
         if GATE != "none":
@@ -281,12 +309,12 @@ def _operands(
     """Return the weight's tensors and its constants, for a kernel that computes in `dtype`."""
     is_fast = is_card and dtype == torch.bfloat16 and weight.is_fast
     parts, span = max(1, CHUNK // weight.group), max(1, weight.group // CHUNK)
-    if weight.code != "int4":
+    if weight.is_float:
         parts = span = 1  # a word for each chunk
-    asm, constraints = widening(weight.code, parts, is_half=weight.is_half) if is_fast else (None, None)
+    asm, constraints = widening(weight.arithmetic, parts, is_half=weight.is_half) if is_fast else (None, None)
     tensors = [weight.words, weight.scales, weight.pieces if is_fast else weight.second, weight.factors]
     constants: dict[str, object] = {
-        "CODE": weight.code, "PARTS": parts, "SPAN": span, "IS_HALF": weight.is_half,
+        "CODE": weight.arithmetic, "PARTS": parts, "SPAN": span, "IS_HALF": weight.is_half,
         "IS_DIVISOR": weight.is_divisor, "ASM": asm, "CONSTRAINTS": constraints, "IS_CARD": is_card,
     }  # fmt: skip
     return [*tensors], constants
@@ -313,7 +341,7 @@ def linear(
     *,
     onto: Tensor | None = None,
     gate: str = "none",
-    config: Config | None = None,
+    config: Config | Division | None = None,
 ) -> Tensor:
     """Return x [M, K] times weight [N, K], plus bias [N] and `onto` [M, N].
 
@@ -324,7 +352,9 @@ def linear(
     num_outputs = num_rows if gate == "none" else num_rows // 2
     assert num_outputs % TILE == 0, "whole tiles"
     assert x.shape[1] == num_inputs, "a value for each column"
-    config = config or choose(num_tokens, num_outputs)
+    config = config or choose(x, weight, gate)
+    if isinstance(config, Division):
+        return packed_few.linear(x, weight, bias, onto=onto, division=config)
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     tensors, constants = _operands(weight, x.dtype, is_card=x.is_cuda)
     height, width = TILE * config.tiles, CHUNK * config.chunks
@@ -337,12 +367,44 @@ def linear(
     return out
 
 
-@functools.cache
-def choose(num_tokens: int, num_outputs: int) -> Config:
-    """Return the division of a product: enough programs, and enough words on their way from memory.
+# The fastest divisions on an H200 in the shapes of Qwen3-8B (benchmarks/log.md): for up to so many tokens and
+# outputs, whether a gate joins two halves, and the division.
+_ANY = 1 << 30
+_MEASURED: dict[Code, tuple[tuple[int, int, bool, Config | Division], ...]] = {
+    "int4": (
+        (8, _ANY, True, Config(8, 4, 4, warps=4, stages=4)),
+        (8, 8192, False, Division(8)),
+        (8, _ANY, False, Config(8, 4, 4, warps=4, stages=4)),
+        (16, _ANY, True, Config(16, 4, 4, warps=4, stages=3)),
+        (16, 4096, False, Division(16)),
+        (16, _ANY, False, Config(16, 1, 8, warps=1, stages=4)),
+        (64, _ANY, True, Config(64, 8, 2, warps=8, stages=3)),
+    ),
+    "nvfp4": (
+        (8, _ANY, True, Config(8, 4, 4, warps=4, stages=4)),
+        (8, 4096, False, Division(8)),
+        (8, _ANY, False, Config(8, 4, 2, warps=4, stages=4)),
+        (16, _ANY, True, Config(16, 4, 4, warps=4, stages=3)),
+        (16, 4096, False, Config(16, 1, 8, warps=2, stages=4)),
+        (16, _ANY, False, Config(16, 2, 8, warps=2, stages=4)),
+    ),
+}
 
-    Nothing here was measured: `benchmarks.packed_products` compares divisions.
-    """
+
+def choose(x: Tensor, weight: PackedWords, gate: str) -> Config | Division:
+    """Return the measured division of such a product that fits it, else a likely one."""
+    is_gated, num_tokens = gate != "none", x.shape[0]
+    num_outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    for most_tokens, most_outputs, gated, division in _MEASURED.get(weight.code, ()):
+        is_such = num_tokens <= most_tokens and num_outputs <= most_outputs and gated == is_gated
+        if is_such and (isinstance(division, Config) or packed_few.takes(x, weight, gate, division)):
+            return division
+    return likely(num_tokens, num_outputs)
+
+
+@functools.cache
+def likely(num_tokens: int, num_outputs: int) -> Config:
+    """Return the division of a product that was not measured: enough programs, and words on their way."""
     if num_tokens > 64:
         return Config(128, 8, 1, warps=8, stages=3)
     if num_tokens > 16:

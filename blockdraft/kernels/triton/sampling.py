@@ -18,12 +18,14 @@ A token is ranked before another if its score is greater, or equal with a lower 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.sampling import Allowed, SamplingBatch
+from blockdraft.kernels.sampling import Allowed, Places, SamplingBatch
 from blockdraft.kernels.sampling_tables import Real, Whole
 from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
 from blockdraft.kernels.triton.scores import (
@@ -110,14 +112,20 @@ def _is_drawn_with_filters(row, real, whole):
 
 
 @triton.jit
-def _begin(logits, row_stride, column_stride, rows, C, PDL: tl.constexpr):
-    """Return this program's column: its index, r and c, the row of r in the tables, its logits."""
+def _begin(logits, row_stride, column_stride, row_of, column_of, rows, C, PDL: tl.constexpr):
+    """Return this program's column: its index, r and c, the row of r in the tables, its logits.
+
+    Of a stream, `row_of` and `column_of` tell r and c; the strides are as if it were one row.
+    """
     let_next_start(PDL)
     index = tl.program_id(0)
     r = index // C
     c = index % C
     logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
     wait_for_previous(PDL)
+    if row_of is not None:
+        r = tl.load(row_of + index).to(tl.int32)
+        c = tl.load(column_of + index).to(tl.int32)
     return index, r, c, tl.load(rows + r), logits
 
 
@@ -131,13 +139,15 @@ def _chunks_of_program(logits, V, num_chunks, chunks_per_program):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _scan(
-    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    logits, row_stride, column_stride, row_of, column_of, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     best_values, best_ids, peaks, group_peaks, num_chunks, chunks_per_program,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
-    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    index, r, c, row, logits = _begin(
+        logits, row_stride, column_stride, row_of, column_of, rows, C, PDL
+    )  # fmt: skip
     column = (r, c, row, tables)
     is_random = tl.load(real + row * NUM_REAL + TEMPERATURE) >= MIN_TEMPERATURE
     is_filtered = is_random & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0)
@@ -192,14 +202,16 @@ def _kth_key(keys, k):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _bound(
-    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    logits, row_stride, column_stride, row_of, column_of, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     group_peaks, chosen_groups, bound_scores, bound_ids, num_chunks,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store score and id + 1 of each column's k-th ranked token; top_k keeps the tokens before that pair."""
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
-    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    index, r, c, row, logits = _begin(
+        logits, row_stride, column_stride, row_of, column_of, rows, C, PDL
+    )  # fmt: skip
     column = (r, c, row, tables)
     k = tl.load(whole + row * NUM_WHOLE + _TOP_K)
     bound_score = tl.full([], NEVER, tl.float32)
@@ -307,14 +319,16 @@ def _weigh_chunk(raw, first, score, token, peak, limits, column):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _draw(
-    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    logits, row_stride, column_stride, row_of, column_of, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total,
     num_chunks, chunks_per_program,
     ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
-    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    index, r, c, row, logits = _begin(
+        logits, row_stride, column_stride, row_of, column_of, rows, C, PDL
+    )  # fmt: skip
     column = (r, c, row, tables)
     if not _is_drawn_with_filters(row, real, whole):
         return
@@ -344,14 +358,16 @@ def _draw(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _weigh(
-    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    logits, row_stride, column_stride, row_of, column_of, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total,
     num_chunks, chunks_per_program,
     ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
-    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    index, r, c, row, logits = _begin(
+        logits, row_stride, column_stride, row_of, column_of, rows, C, PDL
+    )  # fmt: skip
     column = (r, c, row, tables)
     if not _is_drawn_with_filters(row, real, whole):
         return
@@ -378,13 +394,15 @@ def _weigh(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _settle(
-    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    logits, row_stride, column_stride, row_of, column_of, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total, out, num_chunks,
     CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
-    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    index, r, c, row, logits = _begin(
+        logits, row_stride, column_stride, row_of, column_of, rows, C, PDL
+    )  # fmt: skip
     column = (r, c, row, tables)
     columns = tl.num_programs(0)
     _, answer, _ = _merge(best_values, best_ids, best_values, index, num_chunks, CHUNKS)
@@ -421,8 +439,12 @@ def _settle(
     tl.store(out + index, tl.minimum(answer, V - 1).to(tl.int64))
 
 
-def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+def choose(
+    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, places: Places | None = None
+) -> Tensor:
     """Implement `reference_choose` for logits of 16 or 32 bits whose last dimension is contiguous."""
+    if places is not None:
+        logits = logits[None]
     num_rows, num_columns, vocab_size = logits.shape
     device, count = logits.device, num_rows * num_columns
     assert logits.stride(2) == 1
@@ -438,7 +460,8 @@ def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch)
     bound_scores = torch.empty(count, dtype=torch.float32, device=device)
     bound_ids = torch.empty(count, dtype=torch.int32, device=device)
     column = (
-        *(logits, logits.stride(0), logits.stride(1), starts, recent.contiguous(), batch.rows),
+        *(logits, logits.stride(0), logits.stride(1), *(places or (None, None))[:2]),
+        *(starts, recent.contiguous(), batch.rows),
         *(batch.real, batch.whole, batch.stop_ids, batch.bias_ids, batch.bias_values),
         *(batch.prompt_seen, batch.output_counts, vocab_size, num_columns, recent.shape[1]),
     )
@@ -462,7 +485,7 @@ def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch)
         _draw[grid](*column, *found, num_chunks, per_program, **rounds, **options)
         _weigh[grid](*column, *found, num_chunks, per_program, **rounds, **options)
     _settle[(count,)](*column, *found, out, num_chunks, CHUNKS=padded, num_warps=8, **options)
-    return out
+    return out if places is None else out[0]
 
 
 def _chunks_per_program(num_columns: int, num_chunks: int, num_multiprocessors: int) -> int:
@@ -473,13 +496,18 @@ def _chunks_per_program(num_columns: int, num_chunks: int, num_multiprocessors: 
 
 @triton.jit(do_not_specialize=["width"])
 def _forbid(
-    logits, words, counts, width, vocab_size, num_words,
+    logits, row_of, column_of, words, counts, width, vocab_size, num_words,
     NEVER: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0).to(tl.int64)
-    if column % width < tl.load(counts + column // width):
+    r = column // width
+    c = column % width
+    if row_of is not None:
+        r = tl.load(row_of + column)
+        c = tl.load(column_of + column)
+    if c < tl.load(counts + r):
         word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-        bits = tl.load(words + column * num_words + word, mask=word < num_words, other=0)
+        bits = tl.load(words + (r * width + c) * num_words + word, mask=word < num_words, other=0)
         bit = tl.arange(0, 32)
         token = word[:, None] * 32 + bit[None, :]
         is_forbidden = ((bits[:, None] >> bit[None, :]) & 1) == 0
@@ -487,13 +515,13 @@ def _forbid(
         tl.store(logits + column * vocab_size + token, never, mask=is_forbidden & (token < vocab_size))
 
 
-def forbid(logits: Tensor, allowed: Allowed) -> None:
+def forbid(logits: Tensor, allowed: Allowed, places: Places | None = None) -> None:
     """Implement `sampling.reference_forbid`; write only the forbidden logits, and read none."""
-    num_rows, width, vocab_size = logits.shape
-    num_words = allowed.words.shape[-1]
+    *shape, vocab_size = logits.shape
+    _, width, num_words = allowed.words.shape
     assert logits.is_contiguous()
     assert allowed.words.is_contiguous()
-    _forbid[(num_rows * width, triton.cdiv(num_words, _WORDS))](
-        logits, allowed.words, allowed.counts, width, vocab_size, num_words,
+    _forbid[(math.prod(shape), triton.cdiv(num_words, _WORDS))](
+        logits, *(places or (None, None))[:2], allowed.words, allowed.counts, width, vocab_size, num_words,
         NEVER=float("-inf"), WORDS=_WORDS, num_warps=4,
     )  # fmt: skip

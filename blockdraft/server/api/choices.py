@@ -73,12 +73,18 @@ class AnswerChoice:
         self.num_tokens += len(token_ids)
         if self.counter is not None:
             self.counter.push(token_ids)
-        spans = self._divide("" if self.is_dropped else delta.text, is_last)
+        text, reasoning = "" if self.is_dropped else delta.text, ""
+        calls: tuple[ToolCallPiece, ...] = ()
+        spans = self._divide(text, is_last)
+        if self.markup is not None or self.splitter is not None or self.reader is not None:
+            text = "".join([span.text for span in spans if span.kind == "text"])
+            reasoning = "".join([span.text for span in spans if span.kind == "reasoning"])
+            calls = tuple([span.call for span in spans if span.call is not None])
         piece = AnswerPiece(
             spans=spans,
-            text="".join([span.text for span in spans if span.kind == "text"]),
-            reasoning="".join([span.text for span in spans if span.kind == "reasoning"]),
-            tool_calls=tuple([span.call for span in spans if span.call is not None]),
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
             token_ids=token_ids,
             logprobs=() if self.is_dropped else delta.logprobs,
             draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,

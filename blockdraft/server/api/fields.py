@@ -10,8 +10,9 @@ import functools
 import json
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -252,26 +253,42 @@ def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
 # ---- errors
 
 
-@contextmanager
-def field_at_fault(field: str) -> Iterator[None]:
-    """Add this field to a RequestError that names none. Also works as a decorator."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(str(error), error.field or field, error.code) from None
+class _OfFields(ContextDecorator, ABC):
+    """Changes which field a RequestError names. It costs less than a context manager made of a generator."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RequestError):
+            raise self._changed(error) from None
+
+    @abstractmethod
+    def _changed(self, error: RequestError) -> RequestError: ...
 
 
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Change errors about a field of a chat request to name the original field that it was made from."""
-    try:
-        yield
-    except RequestError as error:
-        name = names.get(error.field or "")
+class FieldAtFault(_OfFields):
+    """Adds this field to a RequestError that names none. Also works as a decorator."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def _changed(self, error: RequestError) -> RequestError:
+        return RequestError(str(error), error.field or self._field, error.code)
+
+
+class Renamed(_OfFields):
+    """Changes errors about a field of a chat request to name the original field that it was made from."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def _changed(self, error: RequestError) -> RequestError:
+        name = self._names.get(error.field or "")
         if name is None:
-            raise
+            return error
         text = str(error).replace(f"'{error.field}", f"'{name}")
-        raise RequestError(text, name, error.code) from None
+        return RequestError(text, name, error.code)
 
 
 class IgnoredFields:

@@ -39,7 +39,7 @@ from blockdraft.server.api.chat.prepare import (
     tokenize,
 )
 from blockdraft.server.api.chat.schemas import Text, Tokens
-from blockdraft.server.api.fields import BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.server.api.fields import BodyT, FieldAtFault, IgnoredFields, Renamed, parse
 from blockdraft.server.api.messages.schemas import ModelInfo
 from blockdraft.server.api.receipts import OnEnd, ReceiptBook
 from blockdraft.server.api.schemas import AnswerObject, ModelCard
@@ -160,7 +160,7 @@ class ApiHost:
         tokenizer, info = self._ready()
         check_tokens(asked.tokens, info)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-        with field_at_fault("tokens"):
+        with FieldAtFault("tokens"):
             answer: Text = {"prompt": await run_in_threadpool(decode, asked.tokens)}
         return JSONResponse(answer)
 
@@ -225,7 +225,7 @@ class ApiHost:
         turn = Turn(prepared.asked.priority, client)
         on_end = self._on_end(head, [prepared.prompt_ids], prepared.sampling)
         answer = ChatAnswer(prepared, head=head, on_end=on_end)
-        with renamed({"structured_outputs": prepared.output_field}):
+        with Renamed({"structured_outputs": prepared.output_field}):
             streams = await self._submit([prepared.prompt_ids], prepared.sampling, turn)
             num_prompt = len(prepared.prompt_ids)
             is_stream = prepared.asked.stream
@@ -268,7 +268,7 @@ class ApiHost:
         answer = TextAnswer(
             asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts, on_end=on_end
         )
-        with renamed({"structured_outputs": asked.output_field}):
+        with Renamed({"structured_outputs": asked.output_field}):
             streams = await self._submit(prompts, sampling, Turn(asked.priority, client))
             num_prompt = sum(map(len, prompts))
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)

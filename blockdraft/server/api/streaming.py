@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -47,16 +47,19 @@ async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
     """Return the response once it can begin, so that earlier errors and timeouts can set the status."""
-    with ExitStack() as opened:
-        for stream in streams:
-            opened.enter_context(closing(stream))
+    events = None
+    try:
         if is_stream:
-            events = EventSource(answer, streams)
-            events.first = await events.next_text()
-            opened.pop_all()  # from here on the response closes them
-            return AnswerEvents(events)
+            source = EventSource(answer, streams)
+            source.first = await source.next_text()
+            events = AnswerEvents(source)  # from here on the response closes the streams
+            return events
         size = await _take_all(answer, streams)
         return await json_response(answer.whole, size + num_prompt_tokens)
+    finally:
+        if events is None:
+            for stream in streams:
+                stream.close()
 
 
 async def _take_all(answer: Writer, streams: Items[Stream]) -> int:

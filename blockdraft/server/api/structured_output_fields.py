@@ -10,7 +10,7 @@ from pydantic import Field
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
 from blockdraft.grammar.structured_output import MAX_CHOICES, StructuredOutputs
-from blockdraft.server.api.fields import StrictFields, renamed
+from blockdraft.server.api.fields import Renamed, StrictFields
 from blockdraft.server.api.json_schemas import Schema, SchemaOrText
 
 ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a limit, small models may write blanks forever
@@ -124,7 +124,7 @@ class StructuredOutputFields(StrictFields):
                 raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
         whitespace = self.guided_whitespace_pattern
         if self.response_format is not None:
-            with renamed({"structured_outputs": "response_format"}):
+            with Renamed({"structured_outputs": "response_format"}):
                 one = self.response_format.structured_output(whitespace)
             found += [] if one is None else [("response_format", one)]
         for field, name, value in (
@@ -135,7 +135,7 @@ class StructuredOutputFields(StrictFields):
             ("grammar", "grammar", self.grammar),
         ):
             if value is not None:
-                with renamed({"structured_outputs": field}):
+                with Renamed({"structured_outputs": field}):
                     found.append((field, _output(name, value, whitespace)))
         return found
 

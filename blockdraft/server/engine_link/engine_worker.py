@@ -51,6 +51,8 @@ def run_engine(
         engine = make_engine(startup, (lambda _: None) if has_tokenizer else tell)
         gc.freeze()  # these objects stay: later collections need not scan them
         server.tell("info", engine_info(engine))
+        server.tell("restored", engine.restored.prompts)
+        engine.restored = engine.restored._replace(prompts=())  # they are not needed here
         return engine
 
     loop = EngineLoop(make, startup, recheck_share, max_wait_s)
@@ -78,7 +80,7 @@ def _add(
     request_id: str,
     prompt_ids: list[int],
     sampling: SamplingParams,
-    turn: Turn,
+    turn: tuple[int, tuple[str, ...]],  # of a Turn, which pickle makes by Python code
     seed: int,
 ) -> None:
     stream = _RemoteStream(request_id, server)
@@ -93,7 +95,7 @@ def _add(
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, stream, turn, seed).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, stream, Turn(*turn), seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:
@@ -141,9 +143,7 @@ class _Server:
         return True
 
     def send(self, mail: Mail) -> bool:
-        """Send a step's deltas as tuples of their values: pickling an object would call Python code."""
-        items = [
-            (receiver.request_id, delta_values(item) if isinstance(item, Delta) else item)
-            for receiver, item in mail
-        ]
-        return self.tell("deltas", items)
+        """Send a step's deltas as tuples of their values, and the errors that end requests."""
+        deltas = [delta_values(item) for _, item in mail if isinstance(item, Delta)]
+        errors = [(one.request_id, item) for one, item in mail if not isinstance(item, Delta)]
+        return self.tell("deltas", deltas, errors)

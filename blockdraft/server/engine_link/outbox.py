@@ -62,12 +62,14 @@ class Outbox:
     def put_soon(self, message: bytes) -> None:
         """Do `put` at the end of the running event loop's turn, or in MAX_HOLD_S if the turn is long."""
         with self._changed:
-            if not self._held:
+            is_first = not self._held
+            if is_first:
                 self._held_s = time.monotonic()
             self._held.append(message)
-            if time.monotonic() - self._held_s > MAX_HOLD_S:
+            if not is_first and time.monotonic() - self._held_s > MAX_HOLD_S:
                 self._send_held()
-        asyncio.get_running_loop().call_soon(self._flush)
+        if is_first:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._held:

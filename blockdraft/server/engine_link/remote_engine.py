@@ -12,7 +12,8 @@ import contextlib
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -37,6 +38,9 @@ CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
 SNAPSHOT_S = 1.0  # after that, the last snapshot is returned
 MIN_SILENCE_S = 5.0  # on a busy machine, a healthy process may be silent for less; arbitrary
 MAX_LIVE_BYTES = 64 << 20  # of packed requests that have not ended; 4 to 5 bytes per token
+
+
+Prompts = Items[tuple[str | None, list[int]]]  # salt and tokens, the latest used first
 
 
 class SilenceWatch:
@@ -85,6 +89,9 @@ class Owner(Protocol):
 
     def on_change(self, engine: RemoteEngine) -> None:
         """Hear that the start has moved on, or that the tokenizer or the engine's info is known."""
+
+    def on_restored(self, engine: RemoteEngine, prompts: Prompts) -> None:
+        """Hear which prefixes the engine has read from disk."""
 
     def on_hang(self, engine: RemoteEngine) -> None:
         """Hear that a step, or the whole process, has stopped."""
@@ -201,7 +208,8 @@ class RemoteEngine:
     def close(self) -> None:
         """End the process after the step it is in. It does not wait for a start to end."""
         self.begin_close()
-        self._reader.join(CLOSE_S if self.engine_info is not None and not self.is_hanging else 0.0)
+        info = self.engine_info
+        self._reader.join(0.0 if info is None or self.is_hanging else CLOSE_S + info.write_s)
         if self._reader.is_alive():
             self.kill()
             self._reader.join()
@@ -235,7 +243,7 @@ class RemoteEngine:
             self.kill()  # it has failed and said why: other engines continue its requests
         except (EOFError, OSError):
             pass
-        except Exception:
+        except Exception:  # any: this thread alone ends the requests of an engine that is lost
             log.exception("a message of the engine's process could not be read")
             self.kill()
         self._end(end_of(self._child))
@@ -253,6 +261,8 @@ class RemoteEngine:
                 self.engine_info = info
                 self._owner.on_change(self)
                 self._silence.start()  # only now, as a start may compile for minutes
+            case "restored", prompts:
+                self._owner.on_restored(self, prompts)
             case ("hanging",):
                 self._hang()
             case "snapshot", number, snapshot:
@@ -261,8 +271,8 @@ class RemoteEngine:
                     answer.set_result(snapshot)
             case "refused", request_id, error:
                 self._owner.on_refusal(self, self._forget(request_id), error)
-            case "deltas", items:
-                self._take_deltas(items)
+            case "deltas", deltas, errors:
+                self._take_items([*((values[0], Delta(*values)) for values in deltas), *errors])
             case _:
                 assert message == ("beat",)  # a sign of life, which `_read` has noted
 
@@ -274,13 +284,12 @@ class RemoteEngine:
             self.work -= live.work
         return live
 
-    def _take_deltas(self, items: list[tuple[str, tuple[Any, ...] | Exception]]) -> None:
+    def _take_items(self, items: Iterable[tuple[str, Item]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
-        for request_id, values in items:
+        for request_id, item in items:
             live = self._live.get(request_id)
             if live is None:
                 continue
-            item = values if isinstance(values, Exception) else Delta(*values)
             rest = self._rest(live, item)
             if rest is not None:
                 mail[live.stream.outlet].append((live.stream, rest))

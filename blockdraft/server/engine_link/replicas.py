@@ -33,7 +33,7 @@ from blockdraft.server.engine_link.engine_process import start_child
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import packed
 from blockdraft.server.engine_link.prompt_pages import MAX_SEEN_PAGES, SeenPages, page_hashes
-from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.remote_engine import Prompts, RemoteEngine
 from blockdraft.server.engine_link.replica import Neighbours, Replica, ReplicaPlace, ReplicaStatus, difference
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -229,7 +229,7 @@ class Replicas:
         seed = mix(self._seed, next(self._numbers))  # if `sampling` has none: a repeat gets the same one
 
         def work() -> LiveRequest:
-            message = packed(("add", stream.request_id, prompt_ids, sampling, turn, seed))
+            message = packed(("add", stream.request_id, prompt_ids, sampling, (*turn,), seed))
             pages = page_hashes(prompt_ids, page_size, sampling.cache_salt) if page_size else ()
             return LiveRequest(
                 stream, message, num_choices=sampling.n, num_prompt=len(prompt_ids), pages=pages
@@ -332,6 +332,15 @@ class Replicas:
         if different is not None:
             one.is_refused, one.error = True, different
             log.error("%s is not used: %s", one.title, different)
+
+    def on_restored(self, engine: RemoteEngine, prompts: Prompts) -> None:
+        info = engine.engine_info
+        with self._lock:
+            one = self._of(engine)
+            if self._is_alone or one is None or info is None:
+                return
+            for salt, token_ids in reversed(prompts):  # `page_hashes` leaves the last token out
+                one.seen.add(page_hashes([*token_ids, 0], info.page_size, salt))
 
     def on_hang(self, engine: RemoteEngine) -> None:
         if self._is_alone:

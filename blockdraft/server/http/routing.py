@@ -162,7 +162,7 @@ class FastRoutes:
         request = WholeRequest(scope, receive)
         try:
             response = await endpoint(request)
-        except Exception as error:
+        except Exception as error:  # any: the client gets an answer, and what we did not expect goes on
             await answer_error(request, error)(scope, receive, send)
             if not isinstance(error, _EXPECTED):
                 raise

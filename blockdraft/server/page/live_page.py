@@ -60,10 +60,10 @@ class File:
     etag: str
 
 
-def read_files(folder: Path = FOLDER) -> dict[str, File]:
-    """Return the page's files in `folder`, by relative path with forward slashes."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in _OURS)
-    return {path.relative_to(folder).as_posix(): _read(path) for path in paths}
+def read_files() -> dict[str, File]:
+    """Return the page's files, by relative path with forward slashes."""
+    paths = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in _OURS)
+    return {path.relative_to(FOLDER).as_posix(): _read(path) for path in paths}
 
 
 def routes() -> list[Route | Mount]:

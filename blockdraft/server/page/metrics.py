@@ -107,6 +107,19 @@ def _exposition(families: list[Metric]) -> tuple[bytes, str]:
     return generate_latest(_Families(families)), CONTENT_TYPE_LATEST
 
 
+def _chosen(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
+    text = "Mean tokens of a row in the last step whose widths were chosen; 1: plain decoding, 0: none yet."
+    yield _gauge("blockdraft:governed_width", text, snapshot.chosen_width, labels)
+    text = "Tokens of all rows together in the last step whose widths were chosen."
+    yield _gauge("blockdraft:governed_tokens", text, snapshot.chosen_tokens, labels)
+
+
+def _trees(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
+    yield _counter("blockdraft:trees", "Blocks whose drafts were trees.", snapshot.num_trees, labels)
+    text = "Tokens of trees that were verified."
+    yield _counter("blockdraft:tree_tokens", text, snapshot.num_tree_tokens, labels)
+
+
 def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     yield _gauge("vllm:num_requests_running", "Choices that are running.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that are waiting.", snapshot.num_waiting, labels)
@@ -162,8 +175,8 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     per_block = snapshot.generation_tokens / snapshot.num_blocks if snapshot.num_blocks else 0.0
     text = "Mean generated tokens per verified block."
     yield _gauge("blockdraft:tokens_per_block", text, per_block, labels)
-    text = "Block width of the last step whose width was chosen; 1: plain decoding, 0: no such step yet."
-    yield _gauge("blockdraft:governed_width", text, snapshot.chosen_width, labels)
+    yield from _chosen(snapshot, labels)
+    yield from _trees(snapshot, labels)
     if snapshot.speedup is not None:
         text = "Speed of the last ten seconds relative to plain decoding of as many rows."
         yield _gauge("blockdraft:speculation_speedup", text, snapshot.speedup, labels)
@@ -177,6 +190,9 @@ def _cache(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     yield _gauge("blockdraft:states", text, states, labels, "kind")
     text = "Recurrent states evicted for others."
     yield _counter("blockdraft:states_evicted", text, snapshot.num_states_evicted, labels)
+    text = "Pages of prefixes that the start found on disk, by what became of them."
+    pages = {"restored": snapshot.num_pages_restored, "damaged": snapshot.num_pages_damaged}
+    yield _gauge("blockdraft:prefix_disk_pages", text, pages, labels, "kind")
 
 
 def _overload(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:

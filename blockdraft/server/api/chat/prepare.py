@@ -20,7 +20,7 @@ from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from blockdraft.server.api.chat.messages import for_template
 from blockdraft.server.api.choices import AnswerChoice, DraftMarks
-from blockdraft.server.api.fields import field_at_fault
+from blockdraft.server.api.fields import FieldAtFault
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.bare_json import tools_as_messages
 from blockdraft.tool_calls.formats import ToolFormat, find_format
@@ -39,7 +39,7 @@ from blockdraft.tool_calls.thoughts import (
 MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in one answer: some 20 MB of JSON
 
 
-@field_at_fault("prompt")
+@FieldAtFault("prompt")
 def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
     if asked.suffix:
         return [fill_in(prompt, asked, tokenizer) for prompt in asked.prompt]
@@ -222,7 +222,7 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
     return PreparedChat(asked, dialect, prompt_ids, sampling, is_inside)
 
 
-@field_at_fault("messages")
+@FieldAtFault("messages")
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
     """Return the tokens of a conversation. As in vLLM, it shows the tools even if `tool_choice` is "none".
 
@@ -252,7 +252,7 @@ def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
     """Return the prompt's tokens. As in vLLM, special tokens are added to prompts, not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
-        with field_at_fault("prompt"):
+        with FieldAtFault("prompt"):
             return dialect.tokenizer.encode(asked.prompt, is_added)
     return encode_conversation(asked, dialect)
 

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
-from blockdraft.server.api.fields import renamed
+from blockdraft.server.api.fields import Renamed
 from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.messages import schemas
 from blockdraft.server.api.messages.fields import NAMES, CountTokensRequest, MessagesRequest
@@ -130,13 +130,13 @@ def routes(host: ApiHost) -> list[Route]:
     async def create(request: Request) -> Response:
         asked = await host.read(request, MessagesRequest)
         head = host.head(f"msg_{secrets.token_hex(16)}")
-        with renamed(NAMES):
+        with Renamed(NAMES):
             answer = await host.converse(request, asked.chat, head, partial(MessageWriter, asked, head))
         return host.ignored.tell(answer, asked)
 
     async def count_tokens(request: Request) -> Response:
         asked = await host.read(request, CountTokensRequest)
-        with renamed(NAMES):
+        with Renamed(NAMES):
             count: TokenCount = {"input_tokens": await host.num_prompt_tokens(request, asked.chat)}
         return host.ignored.tell(JSONResponse(count), asked)
 

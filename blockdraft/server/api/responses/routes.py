@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest
-from blockdraft.server.api.fields import MAX_INT, renamed
+from blockdraft.server.api.fields import MAX_INT, Renamed
 from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import NAMES, InputTokensRequest, ResponsesRequest, check_include
@@ -56,7 +56,7 @@ class _ResponsesApi:
     async def create(self, request: Request) -> Response:
         asked = await self._host.read(request, ResponsesRequest)
         head = self._host.head(f"resp_{secrets.token_hex(16)}")
-        with renamed(NAMES):
+        with Renamed(NAMES):
             conversation = self._conversation(asked)
             ask = partial(self._ask, asked, conversation)
             writer = partial(ResponseWriter, asked, head, partial(self._keep, asked, conversation))
@@ -66,7 +66,7 @@ class _ResponsesApi:
     async def count(self, request: Request) -> Response:
         """Return the number of prompt tokens of a request."""
         asked = await self._host.read(request, InputTokensRequest)
-        with renamed(NAMES):
+        with Renamed(NAMES):
             conversation = self._conversation(asked)
             num_tokens = await self._host.num_prompt_tokens(request, partial(self._ask, asked, conversation))
         count: schemas.InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
