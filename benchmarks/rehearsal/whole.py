@@ -22,6 +22,7 @@ DEEP = ("--rows", "1", "--width", "1", "16", "--context", "32768")
 MIXTURE = "qwen3.5-35b-a3b"
 MIXED = ("--rows", "1", "8", "32", "--width", "1", "16", "--context", "1024")
 FEW = ("--prompts", "2", "--tokens", "24")  # answers on a CPU
+SHORT = ("--streams", "1", "--early", "2", "--seconds", "6", "--max-tokens", "24")  # a load on a CPU
 
 
 def steps_of(stage: Stage) -> Sequence[Step]:
@@ -31,7 +32,7 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         return Step(name, lambda: run(stage), needs)
 
     has_card = memory.kind_of(stage.device) != "cpu"
-    found = list(steps.steps_of(stage))
+    found = [*steps.steps_of(stage), step("first seconds", load_at_once, "serve, warm")]
     if has_card:
         place = [one.name for one in found].index("bench") + 1
         found.insert(place, step("many streams", load_many, "serve, warm"))
@@ -59,6 +60,21 @@ def left_out(device: str) -> list[str]:
         f"{shapes}: they need a card",
         f"all but {FEW[1]} prompts of {FEW[3]} tokens in the table of equality",
     ]
+
+
+def load_at_once(stage: Stage) -> Found:
+    """Load a server from the moment it is ready. A slow beginning is reported and fails nothing."""
+    file, is_cpu = stage.path("first-seconds.json"), memory.kind_of(stage.device) == "cpu"
+    flags = (*(SHORT if is_cpu else ()), "--json", str(file), *stage.on_device)
+    stage.children.benchmark("first_seconds", *flags, env=stage.served, timeout_s=stage.sizes.timeout_s)
+    loads = json.loads(file.read_text())["loads"]
+    says = "; ".join(
+        f"{one['streams']} streams: {one['early_tokens_per_s']:,.0f} tok/s at first, then "
+        f"{one['later_tokens_per_s']:,.0f}, TTFT {one['early_ttft_ms'][0]:.0f} and "
+        f"{one['later_ttft_ms'][0]:.0f} ms"
+        for one in loads
+    )
+    return Found(says, {"loads": loads})
 
 
 def load_many(stage: Stage) -> Found:

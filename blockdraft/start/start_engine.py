@@ -256,20 +256,23 @@ def _shown_width(engine: Engine) -> str:
 
 
 def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = False) -> None:
-    """Capture the steps that the first request needs, and on a GPU those that take most memory.
+    """Capture the steps that the first requests need, and on a GPU those that take most memory.
 
-    `is_awaited`: a user waits for the first token, so a CPU captures nothing yet.
+    `is_awaited`: a user waits for the first token, so a CPU captures nothing yet, and a GPU no prefills.
     """
-    plan = engine.plan
-    sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
+    plan, is_on_card = engine.plan, engine.models.device.type == "cuda"
+    sizes = row_sizes(plan.max_num_seqs, is_exact=not is_on_card)
     widths = widths_for(plan.block) if may_choose_width(engine) else sorted({1, plan.width})
-    many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # a GPU's memory is claimed now
-    rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
-    now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
+    many = plan.max_num_seqs if is_on_card else 1  # a GPU's memory is claimed now
+    rows_now = [] if is_awaited and not is_on_card else sorted({1, many})
+    now = {(rows, width) for rows in rows_now for width in (1, plan.width)}
     if may_choose_width(engine) and engine.scheduler.means is not None:
         widths = sorted({1, plan.block})
-    uneven = uneven_places(sizes, plan.block, means_on(engine.models.device))
-    engine.capture(sizes, widths, now, uneven=uneven)
+        now |= set() if is_awaited else {(1, width) for width in engine.scheduler.means(1, plan.block)}
+    means = means_on(engine.models.device)
+    engine.capture(sizes, widths, sorted(now), uneven=uneven_places(sizes, plan.block, means))
+    if engine.prefill_graphs is not None and not is_awaited:
+        engine.prefill_graphs.capture_first()
     most = 0 if engine.graphs is None else len(engine.graphs)
     note(f"{len(now)} of at most {most} kinds of steps captured; others when they are first needed")
 

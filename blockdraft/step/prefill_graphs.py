@@ -23,6 +23,9 @@ from blockdraft.step.graphs import StepGraphs
 
 TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy anyway
 ROWS = (1, 8, 64)  # rows for prompts; a graph adds the scratch row
+# Padding to so many tokens takes less time than launching the kernels of a prefill one by one.
+SMALL = 512
+FIRST_TOKENS = (64, 128, 256, SMALL)  # of one prompt, so that small ones are at most doubled
 
 # token ids, the tokens one position later, counts, offsets
 Prefill = Callable[[Tensor, Tensor, tuple[int, ...], Tensor], object]
@@ -74,6 +77,11 @@ class PrefillGraphs:
         self._graphs: dict[tuple[int, int], PrefillGraph] = {}
         self._shapes = shapes(max_tokens, rows.max_rows)
 
+    def capture_first(self) -> None:
+        """Capture the few graphs that the first requests use or are padded to, the largest first."""
+        for shape in sorted(first_shapes(self._shapes), reverse=True):
+            self._graphs[shape] = self._capture(*shape)
+
     def capture_next(self) -> bool:
         """Capture the first graph that is not captured yet. Return False if all are captured."""
         shape = next((shape for shape in self._shapes if shape not in self._graphs), None)
@@ -86,9 +94,10 @@ class PrefillGraphs:
         return self._shape(num_tokens, num_rows) in self._graphs
 
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
-        """Return the smallest graph that fits, or None if none fits or it may not be captured now.
+        """Return the smallest graph that fits, or None if none fits.
 
-        A capture changes the active rows.
+        If it may not be captured now, return a captured one of up to `SMALL` or twice as many tokens, or
+        None. A capture changes the active rows.
         """
         shape = self._shape(num_tokens, num_rows)
         if shape is None:
@@ -96,7 +105,13 @@ class PrefillGraphs:
         if shape not in self._graphs and self._time.is_free:
             with self._time.counted():
                 self._graphs[shape] = self._capture(*shape)
-        return self._graphs.get(shape)
+        return self._graphs.get(shape) or self._stand_in(*shape)
+
+    def _stand_in(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
+        """Return the smallest captured graph with room for one of these sizes, unless it is far too large."""
+        most = max(SMALL, 2 * num_tokens)
+        fitting = [at for at in self._graphs if num_tokens <= at[0] <= most and at[1] >= num_rows]
+        return self._graphs[min(fitting)] if fitting else None
 
     def _shape(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         at, row_at = bisect_left(self._tokens, num_tokens), bisect_left(self._sizes, num_rows)
@@ -120,6 +135,14 @@ def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
     """Return (tokens, rows) of all graphs, the scratch row included; graphs for one prompt come first."""
     sizes = sorted({min(size, max_rows) for size in ROWS})
     return [(tokens, size + 1) for size in sizes for tokens in TOKENS if tokens <= max_tokens]
+
+
+def first_shapes(shapes: Items[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the first sizes to capture: a few for one prompt, and two for many."""
+    one, many = min(rows for _, rows in shapes), max(rows for _, rows in shapes)
+    largest = max(tokens for tokens, _ in shapes)
+    wanted = {*((tokens, one) for tokens in FIRST_TOKENS), (min(SMALL, largest), many), (largest, many)}
+    return wanted & set(shapes)
 
 
 def widest_counts(num_tokens: int, num_rows: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ What a graph must not change is compared here too, kernel by kernel: tests/gpu r
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import serve
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.step.graphs import MAX_SHARE, CapturedParts, CaptureTime, Reading, pack
-from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
+from blockdraft.step.prefill_graphs import SMALL, PrefillGraph, PrefillGraphs, filled, first_shapes, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.step_sizes import EVEN, StepSize, even, few_means, fill, uneven_places, widest
 from blockdraft.step.verify import Verdict
@@ -280,9 +281,10 @@ def test_a_step_that_is_timed_is_no_wider_one():
 class BarePrefills(PrefillGraphs):
     """PrefillGraphs that capture nothing."""
 
-    def __init__(self, clock):
-        self._graphs, self._time, self._shapes = {}, CaptureTime(clock), shapes(128, 8)
-        self._tokens, self._sizes, self.fails = [32, 64, 96, 128], [1, 8], False
+    def __init__(self, clock, *, most=128, rows=8):
+        steps = SimpleNamespace(captures=None, time=CaptureTime(clock))
+        super().__init__(None, SimpleNamespace(max_rows=rows), max_tokens=most, steps=steps)
+        self.fails = False
 
     def _capture(self, num_tokens, num_rows):
         if self.fails:
@@ -308,6 +310,48 @@ def test_a_prefill_that_nobody_has_time_to_capture_has_no_graph_and_one_that_fai
     while graphs.capture_next():
         count += 1
     assert count == len(graphs._graphs) == len(shapes(128, 8))
+
+
+def test_a_prefill_without_a_graph_is_padded_to_one_that_is_captured():
+    now = [0.0]
+    graphs = BarePrefills(lambda: now[0])
+    graphs.capture_first()
+    assert sorted(graphs._graphs) == [(64, 2), (128, 2), (128, 9)], "sizes that this engine has"
+    with graphs._time.counted():
+        now[0] += 1.0
+    found = {asked: graphs.find(*asked) for asked in [(20, 1), (40, 1), (90, 1), (20, 2), (128, 8), (129, 1)]}
+    assert {asked: one and (one.num_tokens, one.num_rows) for asked, one in found.items()} == {
+        (20, 1): (64, 2),
+        (40, 1): (64, 2),
+        (90, 1): (128, 2),
+        (20, 2): (128, 9),
+        (128, 8): (128, 9),
+        (129, 1): None,
+    }
+    assert not graphs.has(20, 1)
+    now[0] += 1.0 / MAX_SHARE + 0.01
+    assert graphs.find(20, 1).num_tokens == 32, "there is time for its own"
+
+
+def test_a_prefill_is_not_padded_to_far_more_tokens():
+    graphs = BarePrefills(lambda: 0.0, most=2048)
+    for shape in (1024, 2), (2048, 9):
+        graphs._graphs[shape] = PrefillGraph(*shape, None, None)
+    graphs._time._free_s = 1.0
+    found = [graphs.find(tokens, 1) for tokens in (384, 500, 1024, 1025)]
+    assert [one and one.num_tokens for one in found] == [None, 1024, 1024, 2048]
+    assert graphs.find(700, 2) is None
+
+
+def test_the_first_graphs_serve_every_prompt_of_up_to_half_a_thousand_tokens():
+    every = shapes(8192, 256)
+    first = first_shapes(every)
+    assert len(first) == 6
+    graphs = BarePrefills(lambda: 0.0, most=8192, rows=256)
+    graphs.capture_first()
+    graphs._time._free_s = 1.0
+    assert all(graphs.find(tokens, 1).num_tokens <= max(64, 2 * tokens) for tokens in range(1, SMALL + 1))
+    assert all(graphs.find(SMALL, rows).num_tokens == SMALL for rows in range(1, 65))
 
 
 def test_outputs_beside_none_with_a_step_in_flight_or_not(monkeypatch):
