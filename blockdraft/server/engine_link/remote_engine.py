@@ -203,6 +203,7 @@ class RemoteEngine:
         with self._lock:
             is_first, self._is_open = self._is_open, False
             if is_first and self.engine_info is not None:
+                self._silence.close()  # while prefixes are written, nothing is heard
                 self._send("close")
 
     def close(self) -> None:
