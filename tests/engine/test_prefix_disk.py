@@ -93,6 +93,8 @@ def test_answers_after_a_restart_are_equal_and_only_the_same_salt_finds_a_prefix
     assert (told["warnings"], engine.restored.num_pages) == ([], NUM_PAGES)
     assert found(engine, REQUESTS[0]) == (answers[0][0], 40)
     assert found(engine, REQUESTS[1]) == (answers[1][0], 40)
+    assert sum(len(token_ids) for _, token_ids in engine.restored.tree) == NUM_PAGES * PAGE
+    assert [parent for parent, _ in engine.restored.tree].count("someone's") == 1
     assert found(engine, (PROMPTS[2], PARAMS))[1] == 0
     assert found(engine, REQUESTS[2]) == (answers[2][0], 24)
     assert os.stat(folder).st_mode & 0o077 == os.stat(data_of(folder)).st_mode & 0o077 == 0
