@@ -34,7 +34,7 @@ from blockdraft.engine.page_allocator import ROOT
 from blockdraft.engine.saved_states import SavedState
 from blockdraft.engine.scheduler import Scheduler
 
-INDEX = "index.json"
+INDEX, PARTIAL = "index.json", "index.json.partial"
 WRITE_S = 20.0  # after which a write ends with the pages it has, and so does a read; arbitrary
 BATCH_BYTES = 32 << 20  # copied at once; arbitrary
 DISK_SHARE = 10  # by default a folder takes at most this part of the free disk
@@ -131,17 +131,18 @@ class PrefixDisk:
             raw = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
             if raw.pop("digest") != _digest_of(raw):
                 raise ValueError("not what was written")
-            parts, file = raw["parts"], Path(raw["file"]).name
-            pages = [StoredPage(*page) for page in raw["pages"]]
+            self._compare(raw["parts"])  # first: another version's pages may have another form
+            return Path(raw["file"]).name, [StoredPage(*page) for page in raw["pages"]]
         except OSError as error:
             raise PrefixesRefused(f"{self.folder / INDEX} cannot be read ({error.strerror})") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise PrefixesRefused(f"{self.folder / INDEX} is damaged") from None
+
+    def _compare(self, parts: Mapping[str, str]) -> None:
         names = [name for name in {**parts, **self._parts} if parts.get(name) != self._parts.get(name)]
         if names:
             told = (f"{name}: {parts.get(name)}, now {self._parts.get(name)}" for name in names)
             raise PrefixesRefused(f"those in {self.folder} are another engine's ({'; '.join(told)})")
-        return file, pages
 
     # ---- at the end
 
@@ -154,8 +155,7 @@ class PrefixDisk:
         try:
             done = self._write(file, cache, listed)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+            _delete(file, self.folder / PARTIAL)
             return f"prefixes could not be kept in {self.folder} ({error.strerror})"
         self._clean(file.name)
         left = len(listed) - done.num_pages
@@ -175,11 +175,10 @@ class PrefixDisk:
                     break
             num_bytes = stream.tell()
         index = {"parts": self._parts, "file": file.name, "pages": pages}
-        unfinished = self.folder / f"{INDEX}.partial"
-        with _private(unfinished) as stream:
+        with _private(self.folder / PARTIAL) as stream:
             stream.write(json.dumps({"digest": _digest_of(index), **index}).encode())
             _flush(stream)
-        unfinished.replace(self.folder / INDEX)
+        (self.folder / PARTIAL).replace(self.folder / INDEX)
         num_states = sum(page.state is not None for page in pages)
         return Restored(len(pages), num_states, 0, num_bytes, time.monotonic() - begun_s)
 
@@ -190,10 +189,7 @@ class PrefixDisk:
 
     def _clean(self, file: str) -> None:
         """Delete what earlier writes have left, all but `file`."""
-        for old in self.folder.glob("pages-*.bin"):
-            if old.name != file:
-                with contextlib.suppress(OSError):
-                    old.unlink()
+        _delete(*(old for old in self.folder.glob("pages-*.bin") if old.name != file))
 
 
 class _Memory:
@@ -373,7 +369,14 @@ def _batches(
 
 def _private(file: Path) -> IO[bytes]:
     """Open a new file that only its owner may read: it holds what users have written."""
-    return open(file, "wb", opener=partial(os.open, mode=0o600))
+    file.unlink(missing_ok=True)  # what a killed write has left, or a link to elsewhere
+    return open(file, "xb", opener=partial(os.open, mode=0o600))
+
+
+def _delete(*files: Path) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def _flush(stream: IO[bytes]) -> None:

@@ -14,6 +14,7 @@ from blockdraft.engine import prefix_disk as module
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.prefix_disk import PrefixDisk, PrefixesRefused
 from blockdraft.engine.request import SamplingParams
+from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
 from blockdraft.start import stored_prefixes
 from tests import tiny
@@ -126,6 +127,10 @@ def test_each_part_is_refused_by_name(folder):
         rewrite(folder, lambda index, name=name: index.update(parts={**right, name: "another"}))
         with pytest.raises(PrefixesRefused, match=rf"are another engine's \({name}: another, now [^;]*\)$"):
             disk.read(engine.cache, engine.scheduler)
+    later = {"parts": {**right, "engine": "another"}, "pages": [["another form"]]}
+    rewrite(folder, lambda index: index.update(later))
+    with pytest.raises(PrefixesRefused, match="engine: another, now "):
+        disk.read(engine.cache, engine.scheduler)
     assert engine.scheduler.pages.latest() == []
     disk.close()
     _, told = restart(folder)
@@ -146,6 +151,14 @@ def test_parts_tell_engines_apart_whose_tokens_are_equal():
     ):
         assert one[name] != other[name]
     assert parts() == parts(num_pages=40, width=3, max_num_seqs=2, block=4)
+
+
+def test_parts_tell_processors_apart(monkeypatch):
+    """Libraries choose their sums' order by more than the instruction set, such as the caches' sizes."""
+    before, machine = prefix_parts(make()), read_machine()
+    other = replace(machine, cpu=replace(machine.cpu, name="another"))
+    monkeypatch.setattr("blockdraft.check.fingerprint.read_machine", lambda: other)
+    assert {name for name, value in prefix_parts(make()).items() if value != before[name]} == {"machine"}
 
 
 def flip(folder):
@@ -219,6 +232,25 @@ def test_one_process_has_a_folder_and_others_serve_without(folder):
         PrefixDisk(folder / "index.json" / "0", {})
 
 
+def test_a_folder_of_an_unknown_user_is_a_name_like_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine, told = restart("~no such user/0")
+    assert told["warnings"] == []
+    assert engine.prefix_disk.folder.is_dir()
+
+
+def test_a_new_index_is_written_to_a_file_of_our_own(folder, tmp_path):
+    """It holds what users have written: not through another's link, nor for whom a left file lets read."""
+    engine, _ = restart(folder)
+    (tmp_path / "another's").write_text("as it was")
+    (folder / "index.json.partial").symlink_to(tmp_path / "another's")
+    assert "are kept in" in engine.keep_prefixes()
+    assert (tmp_path / "another's").read_text() == "as it was"
+    (folder / "index.json.partial").touch(mode=0o644)
+    assert "are kept in" in engine.keep_prefixes()
+    assert os.stat(folder / "index.json").st_mode & 0o077 == 0
+
+
 def test_nothing_is_kept_where_answers_cannot_be_repeated(folder):
     engine, startup = make(), StartProgress()
     engine.fingerprint = replace(engine.fingerprint, id=None, reason="sums differ")
@@ -241,7 +273,7 @@ def test_a_write_that_fails_or_is_killed_leaves_the_prefixes_before(folder, monk
         if isinstance(error, OSError):
             told = engine.keep_prefixes()
             assert told == f"prefixes could not be kept in {folder} (No space left on device)"
-            assert len(list(folder.glob("pages-*.bin"))) == 1
+            assert sorted(file.suffix for file in folder.iterdir()) == ["", ".bin", ".json"]
         else:
             with pytest.raises(KeyboardInterrupt):
                 engine.keep_prefixes()
