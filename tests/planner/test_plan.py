@@ -419,6 +419,7 @@ def test_auto_names_both_forms_where_memory_allows():
     [
         ("gptq", {"quantization_config": {"bits": 4}}, "int4"),
         ("gptq", {"quantization_config": {"bits": 8}}, None),
+        ("gptq 4 bit", {"quantization_config": {"bits": 4}}, "int4"),  # as a start names it
         ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "int4"),
         ("compressed-tensors", {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4}}, "nvfp4"),
         ("modelopt NVFP4", {}, "nvfp4"),
