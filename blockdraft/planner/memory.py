@@ -57,7 +57,8 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
     if storage == "int8" and element_bytes == 4:  # int8 on a CPU includes embedding and head
         ends = (values.embedding, values.head)
     if storage == "int4":
-        return WeightParts(*ends, int(values.projections * INT4_BYTES) + plain)
+        layers = int(values.projections * INT4_BYTES) + plain
+        return WeightParts(*ends, layers, int(values.experts * INT4_BYTES))
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
     return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 
