@@ -155,6 +155,16 @@ def test_experts_made_int4_are_counted():
     assert parts[0].experts == int(values.experts * INT4_BYTES)
 
 
+def test_a_step_reads_one_of_the_two_forms_that_memory_holds():
+    settings, pair = opened("qwen3-8b")
+    one, both = (
+        fit_pair(Case(replace(settings, quantization=how, draft_quantization=how), on("h200"), pair))
+        for how in ("none", "both")
+    )
+    assert both.parts == one.parts
+    assert all(both.items[i].num_bytes > 1.2 * one.items[i].num_bytes for i in range(2))
+
+
 def test_unified_memory_leaves_more_to_the_system():
     spark, card = on("dgx-spark"), on("h200")
     settings = Settings(model="x")
