@@ -37,7 +37,7 @@ from blockdraft.engine.scheduler import Scheduler
 INDEX, PARTIAL = "index.json", "index.json.partial"
 WRITE_S = 20.0  # after which a write ends with the pages it has, and so does a read; arbitrary
 BATCH_BYTES = 32 << 20  # copied at once; arbitrary
-DISK_SHARE = 10  # by default a folder takes at most this part of the free disk
+DISK_SHARE = 10  # this part of the free disk is what a folder takes by default, and what it always leaves
 
 
 class PrefixesRefused(Exception):
@@ -159,7 +159,7 @@ class PrefixDisk:
             return f"prefixes could not be kept in {self.folder} ({error.strerror})"
         self._clean(file.name)
         left = len(listed) - done.num_pages
-        over = f"; {left} more are over --prefix-disk-bytes or {WRITE_S:g} s" if left else ""
+        over = f"; {left} more are over --prefix-disk-bytes, the disk or {WRITE_S:g} s" if left else ""
         return f"prefixes are kept in {self.folder}: {done}{over}"
 
     def _write(self, file: Path, cache: Cache, listed: list[tuple[_Place, StoredPage]]) -> Restored:
@@ -183,9 +183,9 @@ class PrefixDisk:
         return Restored(len(pages), num_states, 0, num_bytes, time.monotonic() - begun_s)
 
     def _room(self) -> int:
-        if self._max_bytes is not None:
-            return self._max_bytes
-        return shutil.disk_usage(self.folder).free // DISK_SHARE
+        free = shutil.disk_usage(self.folder).free
+        share = free // DISK_SHARE
+        return share if self._max_bytes is None else min(self._max_bytes, free - share)
 
     def _clean(self, file: str) -> None:
         """Delete what earlier writes have left, all but `file`."""

@@ -220,6 +220,14 @@ def test_less_memory_and_less_disk_keep_what_was_used_last(folder, answers):
     assert sorted(file.suffix for file in folder.iterdir()) == ["", ".bin", ".json"]
 
 
+def test_a_disk_with_less_room_than_was_asked_for_keeps_what_fits(folder, monkeypatch):
+    engine, _ = restart(folder)
+    engine.prefix_disk._max_bytes = 10**12
+    usage = shutil.disk_usage(folder)._replace(free=6 * engine.cache.raw()[0].num_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert re.search(r": 5 pages, .* s; 7 more are over", engine.keep_prefixes())
+
+
 def test_one_process_has_a_folder_and_others_serve_without(folder):
     disk = PrefixDisk(folder, {})
     engine, told = restart(folder)
