@@ -14,6 +14,7 @@ The index is replaced last and at once, so that a killed write leaves the prefix
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -174,6 +175,8 @@ class PrefixDisk:
                 if time.monotonic() - begun_s > WRITE_S:
                     break
             num_bytes = stream.tell()
+        if not pages:  # so the prefixes of the write before stay
+            raise OSError(errno.ENOSPC, "there is no room for one page")
         index = {"parts": self._parts, "file": file.name, "pages": pages}
         with _private(self.folder / PARTIAL) as stream:
             stream.write(json.dumps({"digest": _digest_of(index), **index}).encode())

@@ -226,6 +226,9 @@ def test_a_disk_with_less_room_than_was_asked_for_keeps_what_fits(folder, monkey
     usage = shutil.disk_usage(folder)._replace(free=6 * engine.cache.raw()[0].num_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert re.search(r": 5 pages, .* s; 7 more are over", engine.keep_prefixes())
+    engine.prefix_disk._max_bytes = engine.cache.raw()[0].num_bytes - 1
+    assert engine.keep_prefixes() == f"prefixes could not be kept in {folder} (there is no room for one page)"
+    assert restart_after(engine, folder).restored.num_pages == 5
 
 
 def test_one_process_has_a_folder_and_others_serve_without(folder):
