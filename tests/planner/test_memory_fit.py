@@ -374,6 +374,10 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     assert fit.plan.quantization == "both"
     assert fit.items[0].num_bytes == plain.target.weights.num_values * 2 + int(values.projections * 0.5625)
     assert "packed and in bfloat16" in fit.items[0].how
+    head = {"lm_head.weight": Size(values.head, int(0.5625 * values.head), True)}
+    with_head = replace(target, stored=replace(target.stored, tensors=packed | head))
+    item = fit_pair(Case(both, on("h200"), replace(pair, target=with_head))).items[0]
+    assert item.num_bytes == fit.items[0].num_bytes + int(0.5625 * values.head)
     assert step(both) == step(kept)
     wide = [
         estimate_step(fit_pair(Case(asked, on("h200"), pair)), pair, card, rows=32, context=1024, width=16)
