@@ -25,8 +25,9 @@ class RawSlots:
     @torch.inference_mode()
     def read(self, numbers: Items[int]) -> Tensor:
         """Return the bytes [items, num_bytes] of these items, on the host."""
-        parts = [view[list(numbers)].flatten(1).contiguous().view(torch.uint8) for view in self._views]
-        return torch.cat(parts, dim=1).cpu()
+        # One tensor after the other: a full card has no memory for all of them.
+        parts = [view[list(numbers)].flatten(1).contiguous().view(torch.uint8).cpu() for view in self._views]
+        return torch.cat(parts, dim=1)
 
     @torch.inference_mode()
     def write(self, numbers: Items[int], raw: Tensor) -> None:

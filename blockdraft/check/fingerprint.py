@@ -53,7 +53,7 @@ def fingerprint(engine: Engine) -> Fingerprint:
 def prefix_parts(engine: Engine) -> dict[str, str]:
     """Return all that the bytes of cached prefixes depend on, besides tokens: more than tokens depend on."""
     models, plan = engine.models, engine.plan
-    draft, machine = "none", f"{torch.get_num_threads()} threads"
+    draft, machine = "none", f"{read_machine().cpu.name}, {torch.get_num_threads()} threads"
     if models.drafter.model is not None and models.draft_config is not None:
         config = digest_of(repr(replace(models.draft_config, name="")))[:16]
         draft = f"{checksum(models.drafter.model)} {config}"

@@ -130,16 +130,21 @@ class PageAllocator:
         parent = self._nodes[pages[num_done - 1]].id if num_done else root
         length = len(token_ids) if length is None else length
         for index, tokens in enumerate(self._chunks(token_ids, num_done, length), num_done):
-            key = (parent, tokens)
-            if key in self._pages:
+            node = self.remember_page((parent, tokens), pages[index])
+            if node is None:
                 break
-            node = Node(self._next_node, key)
-            self._next_node += 1
-            self._pages[key] = pages[index]
-            self._nodes[pages[index]] = node
-            parent = node.id
-            num_done = index + 1
+            parent, num_done = node, index + 1
         return num_done
+
+    def remember_page(self, key: Key, page: int) -> int | None:
+        """Register one page and return its node, or None if another page stores its prefix already."""
+        if key in self._pages:
+            return None
+        node = Node(self._next_node, key)
+        self._next_node += 1
+        self._pages[key] = page
+        self._nodes[page] = node
+        return node.id
 
     def nodes_of(self, token_ids: Items[int], length: int, salt: str | None = None) -> list[int]:
         """Return the nodes of the longest remembered prefix of the first `length` tokens, in any pages."""

@@ -1,10 +1,9 @@
 """PrefixDisk: a folder that keeps remembered prefixes from the end of a server to its next start.
 
 At the end, when no row runs, `write` copies the pages that the allocator remembers, latest used first, with
-their exact pages and recurrent states. `read` copies them back and remembers them by the calls that serving
-makes. What is read has the bits that were written, or it is refused: all of it if a part differs on which
-these bits depend, and a page with its descendants if its hash is wrong. So a hit after a restart gives the
-same answer as a hit before it.
+their exact pages and recurrent states. `read` copies them back and remembers them. What is read has the bits
+that were written, or it is refused: all of it if a part differs on which these bits depend, and a page with
+its descendants if its hash is wrong. So a hit after a restart gives the same answer as a hit before it.
 
     index.json   the parts, and for each page its parent, its tokens and a hash of its bytes
     pages-N.bin  for each page its bytes, then those of its exact page and of its state, if it has them
@@ -15,6 +14,7 @@ The index is replaced last and at once, so that a killed write leaves the prefix
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -35,10 +35,10 @@ from blockdraft.engine.page_allocator import ROOT
 from blockdraft.engine.saved_states import SavedState
 from blockdraft.engine.scheduler import Scheduler
 
-INDEX = "index.json"
+INDEX, PARTIAL = "index.json", "index.json.partial"
 WRITE_S = 20.0  # after which a write ends with the pages it has, and so does a read; arbitrary
 BATCH_BYTES = 32 << 20  # copied at once; arbitrary
-DISK_SHARE = 10  # by default a folder takes at most this part of the free disk
+DISK_SHARE = 10  # this part of the free disk is what a folder takes by default, and what it always leaves
 
 
 class PrefixesRefused(Exception):
@@ -63,7 +63,8 @@ class Restored(NamedTuple):
     num_refused: int = 0  # pages that were damaged, and their descendants
     num_bytes: int = 0
     seconds: float = 0.0
-    prompts: Items[tuple[str | None, list[int]]] = ()  # salt and tokens, the latest used first
+    # Of each page, the number of its parent here, or its salt, and its tokens; the latest used first.
+    tree: Items[tuple[int | str | None, Items[int]]] = ()
 
     def __str__(self) -> str:
         states = f" and {self.num_states} states" if self.num_states else ""
@@ -120,9 +121,10 @@ class PrefixDisk:
                     num_seen, num_bytes = found.fill(stream, memory)
             except OSError as error:
                 raise PrefixesRefused(f"{self.folder / file} cannot be read ({error.strerror})") from None
-            prompts, num_states = found.remember(), found.save_states()
+            nodes = found.remember()
+            num_states = found.save_states(nodes)
         seconds, num_pages = time.monotonic() - begun_s, len(found.places)
-        return Restored(num_pages, num_states, num_seen - num_pages, num_bytes, seconds, prompts)
+        return Restored(num_pages, num_states, num_seen - num_pages, num_bytes, seconds, found.tree())
 
     def _index(self) -> tuple[str, list[StoredPage]]:
         """Return the name of the file and its pages."""
@@ -130,17 +132,18 @@ class PrefixDisk:
             raw = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
             if raw.pop("digest") != _digest_of(raw):
                 raise ValueError("not what was written")
-            parts, file = raw["parts"], Path(raw["file"]).name
-            pages = [StoredPage(*page) for page in raw["pages"]]
+            self._compare(raw["parts"])  # first: another version's pages may have another form
+            return Path(raw["file"]).name, [StoredPage(*page) for page in raw["pages"]]
         except OSError as error:
             raise PrefixesRefused(f"{self.folder / INDEX} cannot be read ({error.strerror})") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise PrefixesRefused(f"{self.folder / INDEX} is damaged") from None
+
+    def _compare(self, parts: Mapping[str, str]) -> None:
         names = [name for name in {**parts, **self._parts} if parts.get(name) != self._parts.get(name)]
         if names:
             told = (f"{name}: {parts.get(name)}, now {self._parts.get(name)}" for name in names)
             raise PrefixesRefused(f"those in {self.folder} are another engine's ({'; '.join(told)})")
-        return file, pages
 
     # ---- at the end
 
@@ -153,12 +156,11 @@ class PrefixDisk:
         try:
             done = self._write(file, cache, listed)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+            _delete(file, self.folder / PARTIAL)
             return f"prefixes could not be kept in {self.folder} ({error.strerror})"
         self._clean(file.name)
         left = len(listed) - done.num_pages
-        over = f"; {left} more are over --prefix-disk-bytes or {WRITE_S:g} s" if left else ""
+        over = f"; {left} more are over --prefix-disk-bytes, the disk or {WRITE_S:g} s" if left else ""
         return f"prefixes are kept in {self.folder}: {done}{over}"
 
     def _write(self, file: Path, cache: Cache, listed: list[tuple[_Place, StoredPage]]) -> Restored:
@@ -173,26 +175,24 @@ class PrefixDisk:
                 if time.monotonic() - begun_s > WRITE_S:
                     break
             num_bytes = stream.tell()
+        if not pages:  # so the prefixes of the write before stay
+            raise OSError(errno.ENOSPC, "there is no room for one page")
         index = {"parts": self._parts, "file": file.name, "pages": pages}
-        unfinished = self.folder / f"{INDEX}.partial"
-        with _private(unfinished) as stream:
+        with _private(self.folder / PARTIAL) as stream:
             stream.write(json.dumps({"digest": _digest_of(index), **index}).encode())
             _flush(stream)
-        unfinished.replace(self.folder / INDEX)
+        (self.folder / PARTIAL).replace(self.folder / INDEX)
         num_states = sum(page.state is not None for page in pages)
         return Restored(len(pages), num_states, 0, num_bytes, time.monotonic() - begun_s)
 
     def _room(self) -> int:
-        if self._max_bytes is not None:
-            return self._max_bytes
-        return shutil.disk_usage(self.folder).free // DISK_SHARE
+        free = shutil.disk_usage(self.folder).free
+        share = free // DISK_SHARE
+        return share if self._max_bytes is None else min(self._max_bytes, free - share)
 
     def _clean(self, file: str) -> None:
         """Delete what earlier writes have left, all but `file`."""
-        for old in self.folder.glob("pages-*.bin"):
-            if old.name != file:
-                with contextlib.suppress(OSError):
-                    old.unlink()
+        _delete(*(old for old in self.folder.glob("pages-*.bin") if old.name != file))
 
 
 class _Memory:
@@ -285,38 +285,31 @@ class _Prefixes:
         self.places[number] = _Place(pages.allocate(1)[0], exact_page, slot)
         return self.places[number]
 
-    def remember(self) -> list[tuple[str | None, list[int]]]:
-        """Offer pages and exact pages to later prompts; return salt and tokens of each prefix."""
-        parents = {self._pages[number].parent for number in self.places}
-        prompts = [self._remember_up_to(number) for number in self.places if number not in parents]
-        exact = self._scheduler.exact
-        for number, node in self._nodes().items():
-            exact_page = self.places[number].exact
-            if exact is not None and exact_page is not None:
-                exact.keep(node, exact_page)
-        return prompts
+    def remember(self) -> dict[int | None, int]:
+        """Offer pages and exact pages to later prompts; return the nodes by the numbers of stored pages."""
+        pages, exact, nodes = self._scheduler.pages, self._scheduler.exact, dict[int | None, int]()
+        nodes[None] = ROOT
+        for number, place in self.places.items():
+            before, token_ids = self._pages[number][:2]
+            parent = before if isinstance(before, str) else nodes.get(before)
+            node = None if parent is None else pages.remember_page((parent, tuple(token_ids)), place.page)
+            if node is None:
+                continue  # the engine has this prefix already
+            nodes[number] = node
+            if exact is not None and place.exact is not None:
+                exact.keep(node, place.exact)
+        return nodes
 
-    def _remember_up_to(self, last: int) -> tuple[str | None, list[int]]:
-        """Remember the pages from a first one to `last`, of which the first ones may be remembered."""
-        allocator, chain = self._scheduler.pages, [last]
-        while isinstance(parent := self._pages[chain[-1]].parent, int):
-            chain.append(parent)
-        chain.reverse()
-        size, places = allocator.page_size, [self.places[number].page for number in chain]
-        token_ids = [token for number in chain for token in self._pages[number].token_ids[:size]]
-        token_ids += self._pages[last].token_ids[size:]
-        num_done = sum(allocator.node_of(page) is not None for page in places)
-        allocator.remember(token_ids, places, num_done, parent, size * len(chain))
-        return parent, token_ids
+    def tree(self) -> list[tuple[int | str | None, Items[int]]]:
+        """Return the pages as Restored has them."""
+        ranks = {number: rank for rank, number in enumerate(self.places)}
+        pages = [self._pages[number] for number in self.places]
+        parents = [ranks[page.parent] if isinstance(page.parent, int) else page.parent for page in pages]
+        return [(parent, page.token_ids) for parent, page in zip(parents, pages, strict=True)]
 
-    def _nodes(self) -> dict[int, int]:
-        node_of = self._scheduler.pages.node_of
-        found = {number: node_of(place.page) for number, place in self.places.items()}
-        return {number: node for number, node in found.items() if node is not None}
-
-    def save_states(self) -> int:
+    def save_states(self, nodes: Mapping[int | None, int]) -> int:
         """Save states, each behind the longest before it, and use them in their old order; count them."""
-        states, nodes = self._scheduler.states, self._nodes()
+        states = self._scheduler.states
         if states is None:
             return 0
         longest: dict[int | str | None, SavedState | None] = {}
@@ -379,7 +372,14 @@ def _batches(
 
 def _private(file: Path) -> IO[bytes]:
     """Open a new file that only its owner may read: it holds what users have written."""
-    return open(file, "wb", opener=partial(os.open, mode=0o600))
+    file.unlink(missing_ok=True)  # what a killed write has left, or a link to elsewhere
+    return open(file, "xb", opener=partial(os.open, mode=0o600))
+
+
+def _delete(*files: Path) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def _flush(stream: IO[bytes]) -> None:

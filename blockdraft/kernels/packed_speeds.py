@@ -28,8 +28,8 @@ class KernelSpeed(NamedTuple):
         return self.gated if is_gated else self.plain
 
 
-# By compute capability and code, by `python -m benchmarks.packed_products`. "auto" holds dense weights of
-# these codes in both forms; without memory for both, it keeps them packed if no step has more tokens.
+# By compute capability and code, by `python -m benchmarks.packed_products`. "auto" keeps dense weights of
+# these codes packed if no step has more tokens; `--quantization both` holds both forms.
 MEASURED: dict[tuple[tuple[int, int], Code], KernelSpeed] = {
     ((9, 0), "int4"): KernelSpeed(64, plain=16, gated=64, stream=0.39),
     ((9, 0), "nvfp4"): KernelSpeed(64, plain=16, gated=16, stream=0.29),
@@ -48,5 +48,5 @@ def code_of(method: str | None, config: Mapping[str, object], *, ggml_type: str 
     for code in _FLOATS:
         if code in text:
             return code
-    is_integer = method is not None and method.lower() in _INTEGERS
+    is_integer = method is not None and method.lower().partition(" ")[0] in _INTEGERS
     return "int4" if is_integer and re.search(r"'(num_)?bits': 4\b", text) else None

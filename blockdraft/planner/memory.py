@@ -49,15 +49,18 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
     plain = values.plain * element_bytes + values.wide * (max(element_bytes, 4) - element_bytes)
     ends = (values.embedding * element_bytes, values.head * element_bytes)
     if storage in ("none", "both"):
+        embedding, head = ends
         layers = values.projections * element_bytes + plain
         if storage == "both":
-            stored = stored_parts(model.stored.sizes, plain_bytes=element_bytes).layers - plain
-            layers += max(stored, int(values.projections * INT4_BYTES))
-        return WeightParts(*ends, layers, values.experts * element_bytes)
+            stored = stored_parts(model.stored.sizes, plain_bytes=element_bytes)
+            layers += max(stored.layers - plain, int(values.projections * INT4_BYTES))
+            head += stored.head if stored.head < head else 0  # else it is stored unpacked
+        return WeightParts(embedding, head, layers, values.experts * element_bytes)
     if storage == "int8" and element_bytes == 4:  # int8 on a CPU includes embedding and head
         ends = (values.embedding, values.head)
     if storage == "int4":
-        return WeightParts(*ends, int(values.projections * INT4_BYTES) + plain)
+        layers = int(values.projections * INT4_BYTES) + plain
+        return WeightParts(*ends, layers, int(values.experts * INT4_BYTES))
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
     return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 

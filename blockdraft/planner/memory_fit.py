@@ -282,6 +282,7 @@ def _gpu_fit(case: Case, plan: Plan) -> Fit:
 
 def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], problem: str | None) -> Fit:
     pair, footprint = case.pair, _footprint(case.pair, plan)
+    storages = _read(plan.quantization), _read(plan.draft_quantization)
     device = "cpu" if case.is_cpu else gpu_name(case.machine)
     cache_bytes = plan.num_pages * plan.page_size * footprint.per_token
     values = {
@@ -305,7 +306,7 @@ def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], 
         max_num_seqs=plan.max_num_seqs,
         width=plan.width,
         chunk=plan.max_prefill_tokens,
-        parts=_parts(pair, replace(plan, quantization=_read(plan.quantization))),
+        parts=_parts(pair, replace(plan, quantization=storages[0], draft_quantization=storages[1])),
         choices=tuple(Choice.of(name, values[name], reason) for name, reason in plan.reasons.items()),
         problem=problem,
     )

@@ -86,7 +86,7 @@ class StorageChoice:
             if name == "draft_quantization" and not self._is_cpu:
                 why += f"; {NO_DRAFT_FORMAT}"
             return self._take(name, "none", why)
-        speed = self._speed(weights.code)
+        speed = self._speed(weights.code, is_draft=name == "draft_quantization")
         if method != "GGUF" and self._multiplies_packed(speed):  # GGUF packs embeddings, too
             why = "steps of so few rows are faster packed, with the same bits (benchmarks/log.md)"
             return self._take(name, "keep", f"the file is {method}, and {why}")
@@ -95,7 +95,8 @@ class StorageChoice:
             return self._take(name, "keep", f"the file is {method}, and {size}")
         # "both" is faster for few rows and as fast for many, by its products: no card has served with it yet.
         faster = "both" if speed.plain and fits(weights, "both") else "keep"
-        but = f" for many rows; with few, --quantization {faster} is" if speed.unpacking else ""
+        flag = "--" + name.replace("_", "-")
+        but = f" for many rows; with few, {flag} {faster} is" if speed.unpacking else ""
         why = f"the file is {method}; unpacked it fits easily and is faster{but}"
         if multiplies_int8 and name == "quantization":
             why += (

@@ -166,13 +166,13 @@ def _open_mtp(target: OpenedTarget, settings: Settings) -> OpenedDrafter:
     checkpoint = target.checkpoint
     tensors = None if settings.load_format == "dummy" else checkpoint.tensors()
     config = read_mtp_config(checkpoint.config, target.config, tensors, width=settings.width)
-    method = None
+    weights = Weights(mtp_values(config).total)
     if tensors is not None:
         head = _empty(checkpoint.name, functools.partial(MtpHead, config), "float32")
         slots = match_tensors(head, checkpoint, tensors)
-        is_packed = any(piece.scheme is not None for slot in slots for piece in slot.pieces)
-        method = target.weights.method if is_packed else None
-    return OpenedDrafter(checkpoint, config, Weights(mtp_values(config).total, method), {})
+        if any(piece.scheme is not None for slot in slots for piece in slot.pieces):
+            weights = replace(target.weights, num_values=weights.num_values)
+    return OpenedDrafter(checkpoint, config, weights, {})
 
 
 def _open_own(

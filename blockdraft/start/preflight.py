@@ -60,7 +60,9 @@ def check_replicas(
 
 
 def _check_prefix_disk(settings: Settings) -> None:
-    """Raise SettingsError if there would be no prefixes, or none that keep answers as they are."""
+    """Raise SettingsError for no folder, and if no prefixes would be kept, or none that keep answers."""
+    if not settings.prefix_disk:
+        raise SettingsError("--prefix-disk names no folder: give one, or leave the flag out.")
     for is_wrong, what in (
         (not settings.prefix_cache, "--no-prefix-cache leaves no prefixes to keep"),
         (settings.allow_batch_variance, "with --allow-batch-variance prefixes depend on the batch"),

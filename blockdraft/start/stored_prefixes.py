@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from blockdraft.check.fingerprint import prefix_parts
@@ -19,7 +20,7 @@ def restore_prefixes(engine: Engine, path: str, max_bytes: int | Auto, startup: 
     if reason:
         startup.warn(f"--prefix-disk keeps nothing: {reason}.")
         return
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         disk = PrefixDisk(folder, prefix_parts(engine), None if max_bytes == "auto" else max_bytes)
     except PrefixesRefused as why:

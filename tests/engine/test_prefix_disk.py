@@ -14,6 +14,7 @@ from blockdraft.engine import prefix_disk as module
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.prefix_disk import PrefixDisk, PrefixesRefused
 from blockdraft.engine.request import SamplingParams
+from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
 from blockdraft.start import stored_prefixes
 from tests import tiny
@@ -93,6 +94,8 @@ def test_answers_after_a_restart_are_equal_and_only_the_same_salt_finds_a_prefix
     assert (told["warnings"], engine.restored.num_pages) == ([], NUM_PAGES)
     assert found(engine, REQUESTS[0]) == (answers[0][0], 40)
     assert found(engine, REQUESTS[1]) == (answers[1][0], 40)
+    assert sum(len(token_ids) for _, token_ids in engine.restored.tree) == NUM_PAGES * PAGE
+    assert [parent for parent, _ in engine.restored.tree].count("someone's") == 1
     assert found(engine, (PROMPTS[2], PARAMS))[1] == 0
     assert found(engine, REQUESTS[2]) == (answers[2][0], 24)
     assert os.stat(folder).st_mode & 0o077 == os.stat(data_of(folder)).st_mode & 0o077 == 0
@@ -124,6 +127,10 @@ def test_each_part_is_refused_by_name(folder):
         rewrite(folder, lambda index, name=name: index.update(parts={**right, name: "another"}))
         with pytest.raises(PrefixesRefused, match=rf"are another engine's \({name}: another, now [^;]*\)$"):
             disk.read(engine.cache, engine.scheduler)
+    later = {"parts": {**right, "engine": "another"}, "pages": [["another form"]]}
+    rewrite(folder, lambda index: index.update(later))
+    with pytest.raises(PrefixesRefused, match="engine: another, now "):
+        disk.read(engine.cache, engine.scheduler)
     assert engine.scheduler.pages.latest() == []
     disk.close()
     _, told = restart(folder)
@@ -144,6 +151,14 @@ def test_parts_tell_engines_apart_whose_tokens_are_equal():
     ):
         assert one[name] != other[name]
     assert parts() == parts(num_pages=40, width=3, max_num_seqs=2, block=4)
+
+
+def test_parts_tell_processors_apart(monkeypatch):
+    """Libraries choose their sums' order by more than the instruction set, such as the caches' sizes."""
+    before, machine = prefix_parts(make()), read_machine()
+    other = replace(machine, cpu=replace(machine.cpu, name="another"))
+    monkeypatch.setattr("blockdraft.check.fingerprint.read_machine", lambda: other)
+    assert {name for name, value in prefix_parts(make()).items() if value != before[name]} == {"machine"}
 
 
 def flip(folder):
@@ -205,6 +220,17 @@ def test_less_memory_and_less_disk_keep_what_was_used_last(folder, answers):
     assert sorted(file.suffix for file in folder.iterdir()) == ["", ".bin", ".json"]
 
 
+def test_a_disk_with_less_room_than_was_asked_for_keeps_what_fits(folder, monkeypatch):
+    engine, _ = restart(folder)
+    engine.prefix_disk._max_bytes = 10**12
+    usage = shutil.disk_usage(folder)._replace(free=6 * engine.cache.raw()[0].num_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert re.search(r": 5 pages, .* s; 7 more are over", engine.keep_prefixes())
+    engine.prefix_disk._max_bytes = engine.cache.raw()[0].num_bytes - 1
+    assert engine.keep_prefixes() == f"prefixes could not be kept in {folder} (there is no room for one page)"
+    assert restart_after(engine, folder).restored.num_pages == 5
+
+
 def test_one_process_has_a_folder_and_others_serve_without(folder):
     disk = PrefixDisk(folder, {})
     engine, told = restart(folder)
@@ -215,6 +241,25 @@ def test_one_process_has_a_folder_and_others_serve_without(folder):
     disk.close()
     with pytest.raises(PrefixesRefused, match=r"index.json/0 cannot be written \(Not a directory\)"):
         PrefixDisk(folder / "index.json" / "0", {})
+
+
+def test_a_folder_of_an_unknown_user_is_a_name_like_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine, told = restart("~no such user/0")
+    assert told["warnings"] == []
+    assert engine.prefix_disk.folder.is_dir()
+
+
+def test_a_new_index_is_written_to_a_file_of_our_own(folder, tmp_path):
+    """It holds what users have written: not through another's link, nor for whom a left file lets read."""
+    engine, _ = restart(folder)
+    (tmp_path / "another's").write_text("as it was")
+    (folder / "index.json.partial").symlink_to(tmp_path / "another's")
+    assert "are kept in" in engine.keep_prefixes()
+    assert (tmp_path / "another's").read_text() == "as it was"
+    (folder / "index.json.partial").touch(mode=0o644)
+    assert "are kept in" in engine.keep_prefixes()
+    assert os.stat(folder / "index.json").st_mode & 0o077 == 0
 
 
 def test_nothing_is_kept_where_answers_cannot_be_repeated(folder):
@@ -239,7 +284,7 @@ def test_a_write_that_fails_or_is_killed_leaves_the_prefixes_before(folder, monk
         if isinstance(error, OSError):
             told = engine.keep_prefixes()
             assert told == f"prefixes could not be kept in {folder} (No space left on device)"
-            assert len(list(folder.glob("pages-*.bin"))) == 1
+            assert sorted(file.suffix for file in folder.iterdir()) == ["", ".bin", ".json"]
         else:
             with pytest.raises(KeyboardInterrupt):
                 engine.keep_prefixes()

@@ -16,6 +16,7 @@ from blockdraft.planner.acceptance import fading, own_acceptance, published_acce
 from blockdraft.planner.advice import advise, best_width, fit_pair, fixes, wanted
 from blockdraft.planner.estimate import estimate_step, unpacks_weights
 from blockdraft.planner.external import fit_external
+from blockdraft.planner.memory import INT4_BYTES, held_parts
 from blockdraft.planner.memory_fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Case, Model, Pair, open_pair
 from blockdraft.planner.report import make_report
@@ -143,6 +144,25 @@ def test_a_smaller_cache_is_read_faster_and_hybrids_have_no_plain_ends():
         "qwen3.5-35b-a3b", engine="vllm", has_draft=False, kv_dtype="turboquant_4bit_nc"
     )
     assert fit_external(Case(settings, on("h200"), hybrid)).footprint.per_token == 10 * 2 * (2 * 128 + 6)
+
+
+def test_experts_made_int4_are_counted():
+    """As an MTP head's are, with --draft-quantization int4."""
+    _, pair = opened("qwen3.5-35b-a3b")
+    values = pair.target.shape.values
+    parts = [held_parts(pair.target, storage, 2) for storage in ("int4", "none")]
+    assert parts[1].experts == 2 * values.experts > 10**9
+    assert parts[0].experts == int(values.experts * INT4_BYTES)
+
+
+def test_a_step_reads_one_of_the_two_forms_that_memory_holds():
+    settings, pair = opened("qwen3-8b")
+    one, both = (
+        fit_pair(Case(replace(settings, quantization=how, draft_quantization=how), on("h200"), pair))
+        for how in ("none", "both")
+    )
+    assert both.parts == one.parts
+    assert all(both.items[i].num_bytes > 1.2 * one.items[i].num_bytes for i in range(2))
 
 
 def test_unified_memory_leaves_more_to_the_system():
@@ -354,6 +374,10 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     assert fit.plan.quantization == "both"
     assert fit.items[0].num_bytes == plain.target.weights.num_values * 2 + int(values.projections * 0.5625)
     assert "packed and in bfloat16" in fit.items[0].how
+    head = {"lm_head.weight": Size(values.head, int(0.5625 * values.head), True)}
+    with_head = replace(target, stored=replace(target.stored, tensors=packed | head))
+    item = fit_pair(Case(both, on("h200"), replace(pair, target=with_head))).items[0]
+    assert item.num_bytes == fit.items[0].num_bytes + int(0.5625 * values.head)
     assert step(both) == step(kept)
     wide = [
         estimate_step(fit_pair(Case(asked, on("h200"), pair)), pair, card, rows=32, context=1024, width=16)

@@ -406,7 +406,12 @@ def test_auto_names_both_forms_where_memory_allows():
         made = plan(**here, weights=weights, max_num_seqs=rows, max_model_len=100)
         assert made.quantization == expected
         assert named in made.reasons["quantization"]
-    assert plan(**here, weights=Weights(1000, "gptq", "int4"), quantization="both").quantization == "both"
+    packed = Weights(1000, "gptq", "int4")
+    mixture = read_model_config(CONFIGS["Qwen/Qwen3-30B-A3B"], name="a mixture")
+    for model in (make_model(), mixture):  # whose drafter is dense
+        made = plan(make_draft(), **here, model=model, weights=Weights(1000), draft_weights=packed)
+        assert "with few, --draft-quantization both is" in made.reasons["draft_quantization"]
+    assert plan(**here, weights=packed, quantization="both").quantization == "both"
     float32 = here | {"weights": Weights(1000, "gptq", "int4"), "dtype": "float32"}
     assert plan(**float32).quantization == "none"
     for other in (here, {**here, "weights": Weights(1000, "fp8")}, {"weights": Weights(9, "gptq", "int4")}):
@@ -419,6 +424,7 @@ def test_auto_names_both_forms_where_memory_allows():
     [
         ("gptq", {"quantization_config": {"bits": 4}}, "int4"),
         ("gptq", {"quantization_config": {"bits": 8}}, None),
+        ("gptq 4 bit", {"quantization_config": {"bits": 4}}, "int4"),  # as a start names it
         ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "int4"),
         ("compressed-tensors", {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4}}, "nvfp4"),
         ("modelopt NVFP4", {}, "nvfp4"),

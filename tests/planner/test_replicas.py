@@ -120,6 +120,12 @@ def test_prefixes_on_disk_are_refused_where_there_are_none_that_keep_answers(wro
         preflight.check_replicas(Settings(prefix_disk="kept", **{wrong: wrong != "prefix_cache"}))
 
 
+def test_prefixes_are_not_written_to_the_folder_of_the_moment():
+    """As an empty variable would have it."""
+    with pytest.raises(SettingsError, match=r"^--prefix-disk names no folder"):
+        preflight.check_replicas(Settings(prefix_disk=""))
+
+
 def test_the_part_of_the_machine_that_one_replica_has():
     settings, part = case_of_one(replica_settings(Settings(device="cuda:1,cuda:1"), BUSY), BUSY)
     assert (part.gpus, part.gpu_free_bytes) == ((BUSY.gpus[1],), 60 * GB)

@@ -170,6 +170,16 @@ def test_an_end_is_heard_of_by_those_who_wait(engine, how):
         assert "killed" in (remote.error or "killed")
 
 
+def test_an_engine_that_writes_its_prefixes_is_not_taken_for_a_stuck_one(engine, monkeypatch):
+    watched = []
+    with remote_engine(lambda startup: engine) as remote:
+        silence = remote.engines[0]._silence
+        monkeypatch.setattr(engine, "prefix_disk", object())
+        monkeypatch.setattr(engine, "keep_prefixes", lambda: watched.append(not silence._stop.is_set()))
+        remote.close()
+    assert watched == [False]
+
+
 def test_a_start_that_fails_says_why():
     def fail(startup):
         with startup.phase("load"):

@@ -23,7 +23,7 @@ from blockdraft.server.engine_link import live_request as live_request_module
 from blockdraft.server.engine_link import replicas as replicas_module
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import packed
-from blockdraft.server.engine_link.prompt_pages import SeenPages, page_hashes
+from blockdraft.server.engine_link.prompt_pages import SeenPages, page_hashes, tree_hashes
 from blockdraft.server.engine_link.replica import Neighbours, difference
 from blockdraft.server.options import ServerOptions
 from tests.grammar import json_tokens
@@ -449,6 +449,8 @@ def test_pages_are_compared_from_the_beginning_and_with_the_salt():
     hashes = page_hashes(prompt, PAGE)
     assert len(hashes) == 3
     assert len(page_hashes(prompt[:48], PAGE)) == 2  # its last token is always computed
+    tree = [("salt", prompt[:16]), (None, prompt[:17]), (1, prompt[16:33]), (2, prompt[32:49])]
+    assert tree_hashes(tree, PAGE) == [*page_hashes(prompt[:17], PAGE, "salt"), *hashes]
     seen = SeenPages(max_pages=4)
     seen.add(hashes)
     assert seen.match(page_hashes([*prompt[:40], 7, 7, 7, 7, 7, 7, 7, 7, 7, 7], PAGE)) == 2

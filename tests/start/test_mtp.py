@@ -19,12 +19,12 @@ from blockdraft.phases import StartProgress
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import Case, drafts, open_pair
 from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_models, open_models
 from blockdraft.start.start_engine import start_engine
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.mtp import MtpDrafter
 from tests import tiny
-from tests.checkpoints.quantised import FP8_SECTION, blockwise
+from tests.checkpoints.quantised import FP8_SECTION, W4, blockwise, compress, compressed
 from tests.matrix import slow_but
 from tests.models.mtp import change_config, change_tensors, write_mtp_target
 
@@ -132,11 +132,11 @@ def test_it_is_quantised_while_loading(whole, form):
     assert answers[0] == answers[1]
 
 
-def pack(tensors, modules):
-    """Round these projections to fp8 in blocks, as a checkpoint stores them."""
+def pack(tensors, modules, how=blockwise):
+    """Round these projections, to fp8 in blocks, as a checkpoint stores them."""
     found = dict(tensors)
     for seed, module in enumerate(modules):
-        stored, _ = blockwise(found.pop(f"{module}.weight"), seed)
+        stored, _ = how(found.pop(f"{module}.weight"), seed)
         found |= {module + suffix: tensor.contiguous() for suffix, tensor in stored.items()}
     return found
 
@@ -161,6 +161,15 @@ def test_the_head_of_a_quantised_checkpoint_loads(folder, is_head_packed):
         assert isinstance(models.drafter.model.fc.weight, torch.nn.Parameter)
         [[(tokens, _, _)]] = tiny.run(Engine(models, plan), [([3, 4, 5], PARAMS)])
         assert len(tokens) == 20
+
+
+def test_a_start_and_a_plan_know_the_code_of_a_packed_head(folder):
+    named = projections(folder, "mtp.layers")
+    change_tensors(folder, functools.partial(pack, modules=named, how=compress("pack-quantized", W4)))
+    change_config(folder, quantization_config=compressed("pack-quantized", W4))
+    settings = Settings(model=str(folder), draft="mtp", **SMALL)
+    assert open_models(settings, lambda _: None).draft.weights.code == "int4"
+    assert open_pair(settings).draft.code == "int4"
 
 
 # ---- a head that is refused

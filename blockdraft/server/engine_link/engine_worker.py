@@ -51,8 +51,8 @@ def run_engine(
         engine = make_engine(startup, (lambda _: None) if has_tokenizer else tell)
         gc.freeze()  # these objects stay: later collections need not scan them
         server.tell("info", engine_info(engine))
-        server.tell("restored", engine.restored.prompts)
-        engine.restored = engine.restored._replace(prompts=())  # they are not needed here
+        server.tell("restored", engine.restored.tree)
+        engine.restored = engine.restored._replace(tree=())  # it is not needed here
         return engine
 
     loop = EngineLoop(make, startup, recheck_share, max_wait_s)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Items
+from typing import TypeAlias
 
 MAX_PROMPT_PAGES = 2048  # of one prompt; later pages decide nothing. Arbitrary
 MAX_SEEN_PAGES = 65_536  # of one replica; about 100 bytes each. Arbitrary
+
+# Of each page, the place of its parent here, or its salt, and its tokens; the latest used first.
+PageTree: TypeAlias = Items[tuple[int | str | None, Items[int]]]
 
 
 def page_hashes(prompt_ids: Items[int], page_size: int, salt: str | None = None) -> list[int]:
@@ -19,6 +23,15 @@ def page_hashes(prompt_ids: Items[int], page_size: int, salt: str | None = None)
     for begin in range(0, end - page_size + 1, page_size):
         chained = hash((chained, *prompt_ids[begin : begin + page_size]))
         hashes.append(chained)
+    return hashes
+
+
+def tree_hashes(tree: PageTree, page_size: int) -> list[int]:
+    """Return the hash that `page_hashes` gives to each page."""
+    hashes: list[int] = []
+    for parent, token_ids in tree:
+        before = hashes[parent] if isinstance(parent, int) else hash(parent)
+        hashes.append(hash((before, *token_ids[:page_size])))
     return hashes
 
 

@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,6 +28,7 @@ from blockdraft.phases import StartState
 from blockdraft.server.engine_link.engine_process import end_of
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import Inbox, Outbox, packed
+from blockdraft.server.engine_link.prompt_pages import PageTree
 from blockdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,6 @@ CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
 SNAPSHOT_S = 1.0  # after that, the last snapshot is returned
 MIN_SILENCE_S = 5.0  # on a busy machine, a healthy process may be silent for less; arbitrary
 MAX_LIVE_BYTES = 64 << 20  # of packed requests that have not ended; 4 to 5 bytes per token
-
-
-Prompts = Items[tuple[str | None, list[int]]]  # salt and tokens, the latest used first
 
 
 class SilenceWatch:
@@ -90,7 +87,7 @@ class Owner(Protocol):
     def on_change(self, engine: RemoteEngine) -> None:
         """Hear that the start has moved on, or that the tokenizer or the engine's info is known."""
 
-    def on_restored(self, engine: RemoteEngine, prompts: Prompts) -> None:
+    def on_restored(self, engine: RemoteEngine, tree: PageTree) -> None:
         """Hear which prefixes the engine has read from disk."""
 
     def on_hang(self, engine: RemoteEngine) -> None:
@@ -203,6 +200,7 @@ class RemoteEngine:
         with self._lock:
             is_first, self._is_open = self._is_open, False
             if is_first and self.engine_info is not None:
+                self._silence.close()  # while prefixes are written, nothing is heard
                 self._send("close")
 
     def close(self) -> None:
@@ -261,8 +259,8 @@ class RemoteEngine:
                 self.engine_info = info
                 self._owner.on_change(self)
                 self._silence.start()  # only now, as a start may compile for minutes
-            case "restored", prompts:
-                self._owner.on_restored(self, prompts)
+            case "restored", tree:
+                self._owner.on_restored(self, tree)
             case ("hanging",):
                 self._hang()
             case "snapshot", number, snapshot:

@@ -32,8 +32,14 @@ from blockdraft.phases import StartProgress, StartState
 from blockdraft.server.engine_link.engine_process import start_child
 from blockdraft.server.engine_link.live_request import LiveRequest
 from blockdraft.server.engine_link.outbox import packed
-from blockdraft.server.engine_link.prompt_pages import MAX_SEEN_PAGES, SeenPages, page_hashes
-from blockdraft.server.engine_link.remote_engine import Prompts, RemoteEngine
+from blockdraft.server.engine_link.prompt_pages import (
+    MAX_SEEN_PAGES,
+    PageTree,
+    SeenPages,
+    page_hashes,
+    tree_hashes,
+)
+from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.engine_link.replica import Neighbours, Replica, ReplicaPlace, ReplicaStatus, difference
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -333,14 +339,14 @@ class Replicas:
             one.is_refused, one.error = True, different
             log.error("%s is not used: %s", one.title, different)
 
-    def on_restored(self, engine: RemoteEngine, prompts: Prompts) -> None:
-        info = engine.engine_info
+    def on_restored(self, engine: RemoteEngine, tree: PageTree) -> None:
+        if self._is_alone or engine.engine_info is None:
+            return
+        hashes = tree_hashes(tree, engine.engine_info.page_size)  # without the lock, as there may be many
         with self._lock:
             one = self._of(engine)
-            if self._is_alone or one is None or info is None:
-                return
-            for salt, token_ids in reversed(prompts):  # `page_hashes` leaves the last token out
-                one.seen.add(page_hashes([*token_ids, 0], info.page_size, salt))
+            if one is not None:
+                one.seen.add(hashes)
 
     def on_hang(self, engine: RemoteEngine) -> None:
         if self._is_alone:
