@@ -611,7 +611,6 @@ class Engine:
             num_pages_restored=self.restored.num_pages,
             num_pages_damaged=self.restored.num_refused,
             chosen_rows=chosen.num_rows,
-            chosen_width=chosen.width,
             chosen_tokens=chosen.num_tokens,
         )
 

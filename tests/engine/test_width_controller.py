@@ -655,20 +655,20 @@ def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
     llm.generate([[1, 2, 3]], params)
     found = llm.engine.snapshot()
     assert found.chosen_rows == 1
-    assert found.chosen_width > 1
+    assert found.chosen_tokens > 1
     assert found.speculation == (
-        f"speculation: on, {found.chosen_width} tokens tried per step with one answer, lately "
+        f"speculation: on, {found.chosen_tokens} tokens tried per step with one answer, lately "
         f"{math.floor(10 * found.speedup) / 10:.1f}x the speed of plain decoding"
     )
     unknown = replace(found, speedup=None)
     assert (
-        unknown.speculation == f"speculation: on, {found.chosen_width} tokens tried per step with one answer"
+        unknown.speculation == f"speculation: on, {found.chosen_tokens} tokens tried per step with one answer"
     )
-    several = replace(found, chosen_rows=3, chosen_width=4, chosen_tokens=13, speedup=None)
+    several = replace(found, chosen_rows=3, chosen_tokens=13, speedup=None)
     assert several.speculation == (
         "speculation: on, 13 tokens tried per step with 3 answers at once (4.33 of each)"
     )
-    plain = replace(found, chosen_rows=4, chosen_width=1, chosen_tokens=4, speedup=1.0)
+    plain = replace(found, chosen_rows=4, chosen_tokens=4, speedup=1.0)
     assert plain.speculation == "speculation: off for now, plain decoding is as fast with 4 answers at once"
 
 
