@@ -443,6 +443,11 @@ def test_a_step_s_tokens_fill_a_captured_step():
         size = uneven(padded, int(mean), BLOCK)
         assert size.has_room(tight(widths))
         assert fill(widths, size).limits == ()
+        own = (4, 1, 6)  # of the first three rows, as their requests set them
+        chosen = controller.next_widths(records[3:], others=own)
+        assert len(chosen) == rows - 3
+        assert size.has_room(tight([*own, *chosen]))
+        assert controller.last.num_tokens == sum(own) + sum(chosen)
 
 
 @pytest.mark.parametrize("cost", slow_but([large_card, two_cores], two_cores))
