@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -290,7 +291,9 @@ class Engine:
         `now`: the pairs to capture at once; the others are captured when first used, or by `prepare`.
         `uneven`: sizes of steps whose rows have widths of their own.
         """
-        self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
+        # Launching the kernels of a step one by one takes a card's host longer than any padding takes the card.
+        padding = math.inf if self.models.device.type == "cuda" else 2.0
+        self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device), most_padding=padding)
         self.graphs.capture(sizes, widths, now, uneven=uneven)
         self.scheduler.is_ready = self.graphs.is_cheap
         if self.cache.reads_offsets and self.models.device.type == "cuda":
