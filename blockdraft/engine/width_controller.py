@@ -35,7 +35,7 @@ from blockdraft.planner.plan import Plan
 from blockdraft.step.row_sizes import Place, row_sizes
 from blockdraft.step.step_sizes import Means, StepSize, all_means, even, tight, uneven
 
-ALL_SIZES = 16  # up to this many rows, each number of rows has its own times
+ALL_SIZES = 16  # up to this many rows, each number of rows has its own times if all have one width
 MANY_ROWS = 16  # with as many, the tokens of a step are estimated in every second step, and so on
 MOST_STEPS = 4  # for which an estimate is used
 BELIEF = 16.0  # weight, in tested drafts, of all rows' chances in the estimate of one row
@@ -354,11 +354,9 @@ class WidthController:
     @classmethod
     def of(cls, plan: Plan, means: Means | None = None) -> WidthController:
         """Make the controller from the measurements of the start."""
-        sizes = (
-            range(1, plan.max_num_seqs + 1)
-            if plan.max_num_seqs <= ALL_SIZES
-            else row_sizes(plan.max_num_seqs)
-        )
+        # Rows of their own widths are padded as captured steps are.
+        is_exact = means is None and plan.max_num_seqs <= ALL_SIZES
+        sizes = row_sizes(plan.max_num_seqs, is_exact=is_exact)
         costs = StepCosts(
             plan.step_costs, sizes, is_sure=plan.is_sure_of_costs, chosen_share=plan.chosen_share
         )

@@ -450,6 +450,16 @@ def test_a_step_s_tokens_fill_a_captured_step():
         assert controller.last.num_tokens == sum(own) + sum(chosen)
 
 
+def test_few_rows_fill_a_captured_step_too():
+    """Five rows run as eight do: what the other three leave is theirs."""
+    costs = {(1, 1): 1.0, (1, 8): 1.3, (8, 1): 1.2, (8, 8): 4.0}
+    plan = replace(tiny.plan("float64"), max_num_seqs=8, step_costs=costs, draft_chances=CHANCES)
+    controller = WidthController.of(plan, few_means)
+    widths = controller.next_widths([DraftRecord() for _ in range(5)])
+    assert 1 < controller.last.width < 8
+    assert sum(widths) + 3 == 8 * controller.last.width
+
+
 @pytest.mark.parametrize("cost", slow_but([large_card, two_cores], two_cores))
 def test_it_is_so_while_answers_come_and_go(cost):
     """Here tries, and times that are believed too soon, cost most: plain steps are nearly as fast."""
