@@ -417,7 +417,8 @@ class Scheduler:
             if self._width_controller is None
             else self._width_controller.likely_width(size.rows)
         )
-        return size.tokens in (size.rows, size.rows * planned)
+        is_dealt = self._width_controller is not None and self.means is not None
+        return (size.is_even or is_dealt) and size.tokens in (size.rows, size.rows * planned)
 
     def _grow(self, sequences: list[Sequence]) -> bool:
         """Allocate pages for the coming block; preempt the youngest rows if needed. Say if any were."""

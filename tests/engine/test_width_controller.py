@@ -22,7 +22,16 @@ from blockdraft.engine.width_controller import (
     likeliest_widths,
 )
 from blockdraft.step.drafter import NoDrafter
-from blockdraft.step.step_sizes import WIDTHS, StepSize, all_means, few_means, fill, tight, uneven
+from blockdraft.step.step_sizes import (
+    WIDTHS,
+    StepSize,
+    all_means,
+    few_means,
+    fill,
+    tight,
+    uneven,
+    uneven_places,
+)
 from tests import stepping, tiny
 from tests.matrix import slow_but
 
@@ -650,6 +659,21 @@ def test_rows_with_chosen_widths_of_their_own_emit_the_same_tokens(is_captured):
     counts = [batch.counts for batch in batches if batch is not None and batch.kind == "decode"]
     assert any(len(set(widths[:3])) > 1 for widths in counts)
     assert all(widths[3] == 3 for widths in counts if len(widths) == 4)
+
+
+@pytest.mark.parametrize("means", [None, all_means])
+def test_an_idle_engine_captures_steps_with_widths_of_their_own_only_where_rows_get_them(means):
+    costs = {(1, 1): 1.0, (1, 8): 1.1, (4, 1): 1.2, (4, 8): 4.0}
+    engine = tiny.engine(max_num_seqs=4, step_costs=costs, draft_chances=CHANCES)
+    engine.graphs = stepping.KernelByKernel(engine.decode, engine.rows)
+    engine.graphs.capture([1, 4], range(1, 9), now=(), uneven=uneven_places([4], 8, all_means))
+    engine.scheduler.means = means
+    engine.scheduler.follow(engine.plan)
+    while engine.prepare():
+        pass
+    sizes = engine.graphs._graphs
+    assert any(not size.is_even for size in sizes) is (means is not None)
+    assert {StepSize(4, 1, 4), StepSize(1, 1, 1)} < set(sizes)
 
 
 def test_where_rows_cost_too_much_they_decode_plainly_together_and_not_alone(llm, widths):
