@@ -44,8 +44,8 @@ class EagerStep:
 class KernelByKernel(StepGraphs):
     """StepGraphs that captures nothing: the same sizes, filled up in the same way."""
 
-    def __init__(self, step, rows):
-        super().__init__(step, rows, captures=None)
+    def __init__(self, step, rows, **options):
+        super().__init__(step, rows, captures=None, **options)
 
     def _capture(self, size):
         if self._rows is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -290,7 +291,9 @@ class Engine:
         `now`: the pairs to capture at once; the others are captured when first used, or by `prepare`.
         `uneven`: sizes of steps whose rows have widths of their own.
         """
-        self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
+        # A card's host takes longer to launch a step's kernels one by one than the card takes for padding.
+        padding = math.inf if self.models.device.type == "cuda" else 2.0
+        self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device), most_padding=padding)
         self.graphs.capture(sizes, widths, now, uneven=uneven)
         self.scheduler.is_ready = self.graphs.is_cheap
         if self.cache.reads_offsets and self.models.device.type == "cuda":
@@ -340,8 +343,7 @@ class Engine:
                 self._place_decode(batch, graph.size)
                 begun_s = self.clock()
                 return Launched(begun_s, is_usual, size=graph.size, reading=Reading(graph.replay()))
-        # Run what a graph would: the arithmetic may depend on the number of rows.
-        size = (None if self.graphs is None else self.graphs.size(*wanted)) or wanted
+        size = self._size_without_graph(wanted)
         self._place_decode(batch, size)
         begun_s = self.clock()
         verdict = self.decode(size.width, size.tokens, num_logprobs)
@@ -364,25 +366,22 @@ class Engine:
         wanted, parts = tight(batch.counts), None
         if self.graphs is not None and num_logprobs is None:
             parts = self.graphs.find_parts(wanted, self._in_parts)
-        if parts is not None:
-            self._place_decode(batch, parts.size)
-            packed = run_in_parts(parts, _guides(batch), batch.counts, self.masks)
-            return Launched(
-                self.clock(), is_usual=False, is_in_parts=True, size=parts.size, reading=Reading(packed)
-            )
-        size = (None if self.graphs is None else self.graphs.size(*wanted)) or wanted
-        self._place_decode(batch, size)
-        eager = self._in_parts(size, num_logprobs)
-        packed = run_in_parts(eager, _guides(batch), batch.counts, self.masks)
-        logprobs = eager.verdict.logprobs
+        eager = self._in_parts(self._size_without_graph(wanted), num_logprobs)
+        step = eager if parts is None else parts
+        self._place_decode(batch, step.size)
+        packed = run_in_parts(step, _guides(batch), batch.counts, self.masks)
         return Launched(
             self.clock(),
             is_usual=False,
             is_in_parts=True,
-            size=size,
+            size=step.size,
             reading=Reading(packed),
-            logprobs=logprobs,
+            logprobs=eager.verdict.logprobs if parts is None else None,
         )
+
+    def _size_without_graph(self, wanted: StepSize) -> StepSize:
+        """Return what a graph would run, as the arithmetic may depend on the number of rows."""
+        return (None if self.graphs is None else self.graphs.size(*wanted)) or wanted
 
     def _in_parts(self, size: StepSize, num_logprobs: int | None = None) -> StepInParts:
         allowed = self.masks.allowed(size.rows, size.width)
@@ -611,7 +610,6 @@ class Engine:
             num_pages_restored=self.restored.num_pages,
             num_pages_damaged=self.restored.num_refused,
             chosen_rows=chosen.num_rows,
-            chosen_width=chosen.width,
             chosen_tokens=chosen.num_tokens,
         )
 

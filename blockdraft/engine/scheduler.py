@@ -390,7 +390,8 @@ class Scheduler:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
-        widths = iter(self._width_controller.next_widths(records, self.is_ready))
+        others = [sequence.width for sequence in sequences if not sequence.may_change_width]
+        widths = iter(self._width_controller.next_widths(records, self.is_ready, others))
         return [next(widths) if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
@@ -416,7 +417,8 @@ class Scheduler:
             if self._width_controller is None
             else self._width_controller.likely_width(size.rows)
         )
-        return size.tokens in (size.rows, size.rows * planned)
+        is_dealt = self._width_controller is not None and self.means is not None
+        return (size.is_even or is_dealt) and size.tokens in (size.rows, size.rows * planned)
 
     def _grow(self, sequences: list[Sequence]) -> bool:
         """Allocate pages for the coming block; preempt the youngest rows if needed. Say if any were."""

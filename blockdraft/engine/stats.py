@@ -62,9 +62,13 @@ class Load:
     num_pages_restored: int = 0  # from the prefix disk, at the start
     num_pages_damaged: int = 0  # there, and not used
     chosen_rows: int = 0  # of the last step whose width was chosen; 0: no step yet
-    chosen_width: int = 0  # the mean, if rows have widths of their own
     chosen_tokens: int = 0  # of all rows
     speedup: float | None = None  # lately, against plain steps of as many rows; None: not known
+
+    @property
+    def chosen_width(self) -> float:
+        """Return the mean tokens of a row in that step."""
+        return self.chosen_tokens / self.chosen_rows if self.chosen_rows else 0.0
 
     @property
     def speculation(self) -> str:
@@ -76,7 +80,7 @@ class Load:
             return f"speculation: off for now, plain decoding is as fast with {at_once}"
         tried = f"speculation: on, {self.chosen_tokens} tokens tried per step with {at_once}"
         if self.chosen_rows > 1:
-            tried += f" ({self.chosen_tokens / self.chosen_rows:.3g} of each)"
+            tried += f" ({self.chosen_width:.3g} of each)"
         if self.speedup is None:
             return tried
         speedup = math.floor(10 * self.speedup) / 10  # rounded up, it could exceed the tokens per step
@@ -196,7 +200,7 @@ def _points(rows: Items[tuple[Point, ...]]) -> tuple[Point, ...]:
     return tuple(found[second] for second in sorted(found))[-RECENT_S:]
 
 
-_WIDTH = ("chosen_rows", "chosen_width", "chosen_tokens", "speedup")  # of the engine with the most rows
+_WIDTH = ("chosen_rows", "chosen_tokens", "speedup")  # of the engine with the most rows
 _TOGETHER: dict[str, Callable[[list[Any]], object]] = {  # the others are added up
     "time_s": max,
     "expected_wait_s": min,  # requests go where it is short

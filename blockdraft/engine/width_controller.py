@@ -35,7 +35,7 @@ from blockdraft.planner.plan import Plan
 from blockdraft.step.row_sizes import Place, row_sizes
 from blockdraft.step.step_sizes import Means, StepSize, all_means, even, tight, uneven
 
-ALL_SIZES = 16  # up to this many rows, each number of rows has its own times
+ALL_SIZES = 16  # up to this many rows, each number of rows has its own times if all have one width
 MANY_ROWS = 16  # with as many, the tokens of a step are estimated in every second step, and so on
 MOST_STEPS = 4  # for which an estimate is used
 BELIEF = 16.0  # weight, in tested drafts, of all rows' chances in the estimate of one row
@@ -348,17 +348,15 @@ class WidthController:
         self._expected_of: tuple[int, ...] = ()  # these widths
         self._expected_age = MOST_STEPS  # steps since they were computed
         self._dealt: list[int] = []  # the rows' widths when they were last computed, as long
-        self._dealt_to: tuple[int, ...] = ()  # the mean width, and the rows
+        self._dealt_to: tuple[int, ...] = ()  # the mean width, the other rows' widths, and the rows
         self.last = ChosenStep()
 
     @classmethod
     def of(cls, plan: Plan, means: Means | None = None) -> WidthController:
         """Make the controller from the measurements of the start."""
-        sizes = (
-            range(1, plan.max_num_seqs + 1)
-            if plan.max_num_seqs <= ALL_SIZES
-            else row_sizes(plan.max_num_seqs)
-        )
+        # Rows of their own widths are padded as captured steps are.
+        is_exact = means is None and plan.max_num_seqs <= ALL_SIZES
+        sizes = row_sizes(plan.max_num_seqs, is_exact=is_exact)
         costs = StepCosts(
             plan.step_costs, sizes, is_sure=plan.is_sure_of_costs, chosen_share=plan.chosen_share
         )
@@ -366,17 +364,24 @@ class WidthController:
         return cls(costs, chances, first=plan.width, block=plan.block, means=means)
 
     def next_widths(
-        self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always
+        self,
+        records: Sequence[DraftRecord],
+        is_ready: Callable[..., bool] = always,
+        others: Sequence[int] = (),
     ) -> list[int]:
-        """Return the width of each row in the next step. `records` has one record per row."""
-        mean = self.next_width(records, is_ready)
-        size = self._size(len(records), mean)
+        """Return the width of each row in the next step. `records` has one record per row.
+
+        `others`: the widths of the rows beside them, whose requests set them.
+        """
+        mean = self.next_width(records, is_ready, len(others))
+        size, count = self._size(len(records) + len(others), mean), len(records)
         if size.is_even:
-            return [size.width] * size.rows
-        dealt_to = (mean, *map(id, records))
+            return [size.width] * count
+        dealt_to = (mean, *others, *map(id, records))
         if self._expected_age == 0 or dealt_to != self._dealt_to:
             kept = self.chances.kept(records)[:, : size.width - 1]
-            self._dealt, self._dealt_to = likeliest_widths(kept, size.tokens - size.rows), dealt_to
+            num_drafts = min(max(0, size.tokens - sum(others) - count), kept.size)
+            self._dealt, self._dealt_to = likeliest_widths(kept, num_drafts), dealt_to
         return self._dealt
 
     def _size(self, num_rows: int, mean: int) -> StepSize:
@@ -415,11 +420,16 @@ class WidthController:
         padded = max(size.rows, self.costs.size(size.rows))
         return -(-(size.tokens + padded - size.rows) // padded)
 
-    def next_width(self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always) -> int:
-        """Return the width of the next step, a ready one if any is. `records` has one record per row."""
-        count, widths = len(records), self._widths(len(records))
+    def next_width(
+        self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always, num_others: int = 0
+    ) -> int:
+        """Return the width of the next step, a ready one if any is. `records` has one record per row.
+
+        `num_others`: the rows beside them, which are assumed to commit one token each.
+        """
+        count, widths = len(records) + num_others, self._widths(len(records) + num_others)
         expected = self._expected_tokens(records, widths)
-        speeds = count * expected / self.costs.by_width(count, widths)
+        speeds = (len(records) * expected + num_others) / self.costs.by_width(count, widths)
         ready = [is_ready(*self._size(count, width)) for width in widths]
         if any(ready):
             speeds = speeds * ready
@@ -432,7 +442,7 @@ class WidthController:
         self.last = ChosenStep(count, self._width, float(expected[now]), num_tokens)
         if self._width == 1:
             self._until_try -= 1
-            return 1 if self._until_try > 0 else self._tried_again(records, widths, speeds)
+            return 1 if self._until_try > 0 else self._tried_again(records, widths, speeds, count)
         return self._neglected(widths, speeds, now, count)
 
     def _expected_tokens(self, records: Sequence[DraftRecord], widths: tuple[int, ...]) -> np.ndarray:
@@ -453,13 +463,15 @@ class WidthController:
         speeds = self._committed([DraftRecord()] * num_rows, widths) / self.costs.by_width(num_rows, widths)
         return widths[int(speeds.argmax())]
 
-    def _tried_again(self, records: Sequence[DraftRecord], widths: Sequence[int], speeds: np.ndarray) -> int:
+    def _tried_again(
+        self, records: Sequence[DraftRecord], widths: Sequence[int], speeds: np.ndarray, count: int
+    ) -> int:
         """Return the best width that would pay if drafts were far better than expected; 1 if none would."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
         # While steps are plain, a plain step that was timed too low while the machine was busy is never timed
         # again beside others. So what the start measured counts, too.
-        costs = self.costs.least_ratios(len(records), widths)
+        costs = self.costs.least_ratios(count, widths)
         hoped = self._committed(records, widths, HOPE) / costs
         could_pay = hoped > GAIN * hoped[0]
         return widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]

@@ -64,10 +64,7 @@ class Allowed:
 
 
 class Places(NamedTuple):
-    """The places of a stream of N tokens: token n is in column columns[n] of row rows[n] of R rows.
-
-    A tree of drafts will add each token's parent; in a chain that is the column before.
-    """
+    """The places of a stream of N tokens: token n is in column columns[n] of row rows[n] of R rows."""
 
     rows: Tensor  # [N] int64
     columns: Tensor  # [N] int64

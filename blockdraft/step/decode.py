@@ -50,7 +50,7 @@ def decode_parts(  # noqa: PLR0913
 
 
 def run_all_parts(parts: Generator[Tensor, None, Verdict]) -> Verdict:
-    """Run all parts in a row and return the verdict. A GPU captures this as one graph per (rows, width)."""
+    """Run all parts in a row and return the verdict. A GPU captures this as one graph per StepSize."""
     while True:
         try:
             next(parts)

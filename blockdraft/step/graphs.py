@@ -7,6 +7,7 @@ works for any content and any widths of the rows. A smaller batch fills a graph 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -148,14 +149,23 @@ class StepGraphs:
     captured when needed, not all at once.
     """
 
-    def __init__(self, step: Callable[..., Verdict], rows: Rows, captures: Capturing) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Verdict],
+        rows: Rows,
+        captures: Capturing,
+        *,
+        most_padding: float = math.inf,
+    ) -> None:
+        """`most_padding`: a step with more than so many times the tokens of its rows is not worth a graph."""
         self._step = step
         self._rows = rows
         self.captures = captures
         self._graphs: dict[StepSize, StepGraph] = {}
         self._parts: dict[StepSize, CapturedParts] = {}
         self.places: list[StepSize] = []  # the sizes that may be captured, the smallest first
-        self._fitting = _fitting_of(())
+        self._most_padding = most_padding
+        self._fitting = _fitting_of((), most_padding)
         self.time = CaptureTime()
 
     def capture(
@@ -172,7 +182,7 @@ class StepGraphs:
         because the others fit into its memory.
         """
         self.places = sorted({*even_sizes(sizes, widths), *uneven}, key=_by_tokens)
-        self._fitting = _fitting_of(tuple(self.places))
+        self._fitting = _fitting_of(tuple(self.places), self._most_padding)
         wanted = self.places if now is None else [self.size(*one) for one in now]
         for place in reversed([place for place in self.places if place in wanted]):
             self._graphs[place] = self._capture(place)
@@ -209,7 +219,7 @@ class StepGraphs:
     def size(self, num_rows: int, width: int, num_tokens: int | None = None) -> StepSize | None:
         """Return the smallest size with room for such a batch, even by default.
 
-        None if each has more than twice its tokens per row: that would cost more than a step without a graph.
+        None if it has more than `most_padding` times the batch's tokens per row.
         """
         return next(iter(self._fitting(num_rows, width, num_tokens)), None)
 
@@ -272,18 +282,22 @@ class StepGraphs:
         return len(self.places)
 
 
-def _fitting_of(places: tuple[StepSize, ...]) -> Callable[..., tuple[StepSize, ...]]:
+def _fitting_of(places: tuple[StepSize, ...], most_padding: float) -> Callable[..., tuple[StepSize, ...]]:
     """Return `_fitting` for these sizes; it keeps what it found, as each step asks a few times."""
-    return functools.lru_cache(MAX_BATCHES)(functools.partial(_fitting, places))
+    return functools.lru_cache(MAX_BATCHES)(functools.partial(_fitting, places, most_padding))
 
 
 def _fitting(
-    places: tuple[StepSize, ...], num_rows: int, width: int, num_tokens: int | None = None
+    places: tuple[StepSize, ...],
+    most_padding: float,
+    num_rows: int,
+    width: int,
+    num_tokens: int | None = None,
 ) -> tuple[StepSize, ...]:
     """Return the sizes with room for such a batch, and at most twice the tokens of the smallest."""
     wanted = StepSize(num_rows, width, num_rows * width if num_tokens is None else num_tokens)
     found = [place for place in places if place.has_room(wanted)]
-    if not found or found[0].tokens * num_rows > 2 * wanted.tokens * found[0].rows:
+    if not found or found[0].tokens * num_rows > most_padding * wanted.tokens * found[0].rows:
         return ()
     return tuple(one for one in found if one.tokens <= 2 * found[0].tokens)
 

@@ -316,7 +316,7 @@ def test_a_speedup_is_not_known_where_one_step_is_not(clock):
 
 
 def test_a_speedup_that_is_not_known_is_not_shown():
-    nothing = Stats().snapshot(Load(chosen_rows=1, chosen_width=4, chosen_tokens=4, speedup=1.5))
+    nothing = Stats().snapshot(Load(chosen_rows=1, chosen_tokens=4, speedup=1.5))
     assert nothing.speedup is None, "nothing was decoded"
     assert nothing.speculation == "speculation: on, 4 tokens tried per step with one answer"
     for snapshot, is_there in ((nothing, False), (replace(nothing, speedup=1.5), True)):

@@ -22,7 +22,16 @@ from blockdraft.engine.width_controller import (
     likeliest_widths,
 )
 from blockdraft.step.drafter import NoDrafter
-from blockdraft.step.step_sizes import WIDTHS, StepSize, all_means, few_means, fill, tight, uneven
+from blockdraft.step.step_sizes import (
+    WIDTHS,
+    StepSize,
+    all_means,
+    few_means,
+    fill,
+    tight,
+    uneven,
+    uneven_places,
+)
 from tests import stepping, tiny
 from tests.matrix import slow_but
 
@@ -443,6 +452,21 @@ def test_a_step_s_tokens_fill_a_captured_step():
         size = uneven(padded, int(mean), BLOCK)
         assert size.has_room(tight(widths))
         assert fill(widths, size).limits == ()
+        own = (4, 1, 6)  # of the first three rows, as their requests set them
+        chosen = controller.next_widths(records[3:], others=own)
+        assert len(chosen) == rows - 3
+        assert size.has_room(tight([*own, *chosen]))
+        assert controller.last.num_tokens == sum(own) + sum(chosen)
+
+
+def test_few_rows_fill_a_captured_step_too():
+    """Five rows run as eight do: what the other three leave is theirs."""
+    costs = {(1, 1): 1.0, (1, 8): 1.3, (8, 1): 1.2, (8, 8): 4.0}
+    plan = replace(tiny.plan("float64"), max_num_seqs=8, step_costs=costs, draft_chances=CHANCES)
+    controller = WidthController.of(plan, few_means)
+    widths = controller.next_widths([DraftRecord() for _ in range(5)])
+    assert 1 < controller.last.width < 8
+    assert sum(widths) + 3 == 8 * controller.last.width
 
 
 @pytest.mark.parametrize("cost", slow_but([large_card, two_cores], two_cores))
@@ -637,6 +661,21 @@ def test_rows_with_chosen_widths_of_their_own_emit_the_same_tokens(is_captured):
     assert all(widths[3] == 3 for widths in counts if len(widths) == 4)
 
 
+@pytest.mark.parametrize("means", [None, all_means])
+def test_an_idle_engine_captures_steps_with_widths_of_their_own_only_where_rows_get_them(means):
+    costs = {(1, 1): 1.0, (1, 8): 1.1, (4, 1): 1.2, (4, 8): 4.0}
+    engine = tiny.engine(max_num_seqs=4, step_costs=costs, draft_chances=CHANCES)
+    engine.graphs = stepping.KernelByKernel(engine.decode, engine.rows)
+    engine.graphs.capture([1, 4], range(1, 9), now=(), uneven=uneven_places([4], 8, all_means))
+    engine.scheduler.means = means
+    engine.scheduler.follow(engine.plan)
+    while engine.prepare():
+        pass
+    sizes = engine.graphs._graphs
+    assert any(not size.is_even for size in sizes) is (means is not None)
+    assert {StepSize(4, 1, 4), StepSize(1, 1, 1)} < set(sizes)
+
+
 def test_where_rows_cost_too_much_they_decode_plainly_together_and_not_alone(llm, widths):
     follow_costs(llm, crowd=10.0)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -655,20 +694,20 @@ def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
     llm.generate([[1, 2, 3]], params)
     found = llm.engine.snapshot()
     assert found.chosen_rows == 1
-    assert found.chosen_width > 1
+    assert found.chosen_tokens > 1
     assert found.speculation == (
-        f"speculation: on, {found.chosen_width} tokens tried per step with one answer, lately "
+        f"speculation: on, {found.chosen_tokens} tokens tried per step with one answer, lately "
         f"{math.floor(10 * found.speedup) / 10:.1f}x the speed of plain decoding"
     )
     unknown = replace(found, speedup=None)
     assert (
-        unknown.speculation == f"speculation: on, {found.chosen_width} tokens tried per step with one answer"
+        unknown.speculation == f"speculation: on, {found.chosen_tokens} tokens tried per step with one answer"
     )
-    several = replace(found, chosen_rows=3, chosen_width=4, chosen_tokens=13, speedup=None)
+    several = replace(found, chosen_rows=3, chosen_tokens=13, speedup=None)
     assert several.speculation == (
         "speculation: on, 13 tokens tried per step with 3 answers at once (4.33 of each)"
     )
-    plain = replace(found, chosen_rows=4, chosen_width=1, chosen_tokens=4, speedup=1.0)
+    plain = replace(found, chosen_rows=4, chosen_tokens=4, speedup=1.0)
     assert plain.speculation == "speculation: off for now, plain decoding is as fast with 4 answers at once"
 
 

@@ -57,6 +57,13 @@ def test_figures_that_are_for_timing_only_are_labelled():
     assert found(synthetic_acceptance="0.9,0.5") == {labels: 1}
 
 
+def test_the_width_of_a_step_is_the_mean_of_its_rows():
+    """Rows also get the tokens that would pad the step, so it is no width that was chosen from."""
+    samples, _ = scrape(Stats().snapshot(Load(chosen_rows=3, chosen_tokens=13)))
+    assert samples["blockdraft:governed_width", ()] == pytest.approx(13 / 3)
+    assert samples["blockdraft:governed_tokens", ()] == 13
+
+
 @pytest.fixture(scope="module")
 def served():
     """The engine after six answers, one abort, and with one request half done; and all deltas."""

@@ -3,6 +3,7 @@
 What a graph must not change is compared here too, kernel by kernel: tests/gpu repeats it with graphs.
 """
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -65,8 +66,8 @@ def test_find_takes_the_smallest_graph_with_room():
 class Watched(KernelByKernel):
     """Says what was captured, in order."""
 
-    def __init__(self):
-        super().__init__(lambda width: None, None)
+    def __init__(self, **options):
+        super().__init__(lambda width: None, None, **options)
         self.captured = []
 
     def _capture(self, size):
@@ -100,7 +101,7 @@ def test_what_can_wait_is_captured_when_it_is_wanted_or_in_idle_time():
 
 
 def test_rows_of_different_widths_take_the_size_with_the_fewest_tokens():
-    found = Watched()
+    found = Watched(most_padding=2.0)
     found.capture([1, 2, 4], [1, 8], now=(), uneven=uneven_places([1, 2, 4], 8, lambda rows, block: (2, 4)))
     assert found.places == sorted(found.places, key=lambda size: size.tokens)
     assert {size for size in found.places if not size.is_even} == {
@@ -121,6 +122,14 @@ def test_rows_of_different_widths_take_the_size_with_the_fewest_tokens():
     found.capture([1, 2, 4], [1, 8], now=())
     assert found.size(1, 3) is None, "with more than twice the tokens it would be slower than without a graph"
     assert found.size(1, 4) == even(1, 8)
+
+
+def test_on_a_card_any_padding_is_faster_than_a_step_without_a_graph():
+    """Here one row of sixteen drafts a whole block, the others nothing."""
+    for most_padding, size in ((2.0, None), (math.inf, (16, 16, 64))):
+        found = Watched(most_padding=most_padding)
+        found.capture([16], [1, 16], now=(), uneven=uneven_places([16], 16, few_means))
+        assert found.size(16, 16, 31) == size
 
 
 def test_few_kinds_of_steps_are_captured():
