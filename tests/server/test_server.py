@@ -213,6 +213,16 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
     check_error(chat(app, {**HELLO, **fields}), 400, part, param)
 
 
+def test_a_token_that_only_the_tokenizer_knows_is_refused_for_its_message(models):
+    parts = open_checkpoint(str(PAIR / "target")).tokenizer_parts()
+    assert parts.tokenizer.add_tokens(["t64"]) == 1
+    with pair.app_over(replace(models, tokenizer=Tokenizer(parts))) as app:
+        for is_stream in (False, True):
+            body = {**HELLO, "messages": [{"role": "user", "content": "t64"}], "stream": is_stream}
+            check_error(chat(app, body), 400, "token id 64", "messages")
+        assert chat(app, HELLO).status_code == 200
+
+
 def test_paths_methods_and_models_that_do_not_exist(app):
     check_error(ask(app, "GET", "/v1/nothing"), 404, "no such path")
     check_error(ask(app, "GET", CHAT), 405, "POST")
