@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from blockdraft.server.http import auth_limits as guard_module
 from blockdraft.server.http.auth_limits import DRAIN_FACTOR, AuthLimits
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.lifetime import NUM_SPARE_CONNECTIONS, uvicorn_config
-from blockdraft.server.http.logs import JsonLines, TextLines
+from blockdraft.server.http.logs import AccessRecord, JsonLines, LineHandler, TextLines
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions, default_hosts, is_loopback, read_api_keys
 from tests.server.asking import ask, connected, listening
 from tests.server.test_life import wait_for
@@ -555,6 +556,64 @@ def test_neither_keys_nor_forged_lines_get_into_the_log(formatter):
     assert "***" in lines[0]
     assert "forged" in lines[0]
     assert "ValueError" in stream.getvalue()
+
+
+def test_lines_of_requests_are_written_together_and_in_order_with_others():
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    handler, logger = LineHandler(stream), logging.Logger("lines")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+
+    def answered(name):
+        logger.handle(AccessRecord("blockdraft.access", name, name))
+
+    async def turn():
+        answered("one")
+        answered("two")
+        logger.warning("three")
+        answered("four")
+        answered("five")
+        assert "".join(written) == "one\ntwo\nthree\n"
+        await asyncio.sleep(0)
+        answered("six")
+        other = threading.Thread(target=logger.warning, args=("seven",))
+        other.start()
+        other.join()
+
+    asyncio.run(turn())
+    answered("eight")
+    assert list(filter(None, written)) == ["one\ntwo\nthree\n", "four\nfive\n", "six\nseven\n", "eight\n"]
+
+
+def test_a_line_that_cannot_be_made_takes_no_other_with_it(capsys):
+    stream, logger = io.StringIO(), logging.Logger("lines")
+    logger.addHandler(LineHandler(stream))
+
+    async def turn():
+        logger.handle(AccessRecord("blockdraft.access", "before", "id"))
+        logger.warning("%d", "no number")
+        logger.warning("after")
+
+    asyncio.run(turn())
+    assert stream.getvalue() == "before\nafter\n"
+    assert "no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["raise ValueError", "sys.exit()", "os.kill(os.getpid(), 15)"])
+def test_no_line_is_lost_when_the_process_ends_within_a_turn(end):
+    program = f"""
+import asyncio, logging, os, signal, sys
+from blockdraft.server.http.logs import AccessRecord, set_up
+set_up(is_json=False, level=logging.INFO)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+async def turn():
+    logging.getLogger("blockdraft.access").handle(AccessRecord("blockdraft.access", "POST / 200", "id-1"))
+    {end}
+asyncio.run(turn())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "info [id-1] POST / 200" in ended.stderr
 
 
 # ---- connections
