@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -63,10 +62,16 @@ class PieceCache:
         if 2 * len(new) > len(pieces) and len(known) > ENOUGH_PIECES:  # random text, another language
             ids: list[int] = encoded(self._tokenizer, text, False).ids
             return ids
-        found = self._learn(list(new)) if new else {}
-        inner = [found[piece] if piece in new else known[piece] for piece in pieces[1:-1]]
-        first, last = self._encode_end(pieces[0]), self._encode_end(f" {pieces[-1]}")
-        return [*first, *chain.from_iterable(inner), *last]
+        ids = list(self._encode_end(pieces[0]))
+        if new:
+            found = self._learn(list(new))
+            for piece in pieces[1:-1]:
+                ids += found[piece] if piece in found else known[piece]
+        else:
+            for piece in pieces[1:-1]:
+                ids += known[piece]
+        ids += self._encode_end(f" {pieces[-1]}")
+        return ids
 
     def _encode_end(self, piece: str) -> tuple[int, ...]:
         """Return the ids of a text's first or last piece, and remember a short one."""
