@@ -1,10 +1,12 @@
 """The server over the fixture pair: its answers, its errors, and how it is before and after."""
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import httpx
@@ -18,6 +20,7 @@ from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.http.auth_limits import AuthLimits
+from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
@@ -345,6 +348,27 @@ def test_a_client_with_many_requests_does_not_keep_another_waiting(models):
     with remote_engine(lambda startup: served) as engine:
         asyncio.run(crowd(make_app(engine, name="pair", options=options)))
     assert ended == ["many", "first", "single", *["many"] * 5, "late"]
+
+
+def test_a_request_leaves_nothing_to_the_garbage_collector(app):
+    seen = []
+
+    async def watched(scope, receive, send):
+        seen.append(weakref.ref(exchange_of(scope)))
+        await app(scope, receive, send)
+
+    async def ask_some():
+        async with connected(watched) as http:
+            for is_stream in (True, False, True):
+                response = await http.post(CHAT, json={**HELLO, "stream": is_stream})
+                assert response.status_code == 200
+            return [exchange() is None for exchange in seen]
+
+    gc.disable()
+    try:
+        assert asyncio.run(ask_some()) == [True, True, False], "the connection has its last one"
+    finally:
+        gc.enable()
 
 
 def test_a_model_without_a_chat_template_says_so(models):

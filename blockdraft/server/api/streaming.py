@@ -181,6 +181,7 @@ class EventSource:
             exchange.write(text.encode())
 
     def close(self) -> None:
+        self._on_news = self._news.set  # refers to nothing of the connection
         for stream in self._streams:
             stream.close()
 
@@ -205,3 +206,4 @@ class AnswerEvents(Response):
             )
             if exchange.has_begun and not exchange.is_gone:
                 await self.events.write_to(exchange)
+                exchange.on_gone = exchange.on_resume = None

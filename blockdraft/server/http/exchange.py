@@ -115,6 +115,7 @@ class Exchange:
         if not (self.is_complete or self.is_gone):
             log.error("ASGI callable returned without completing response.")
             await self._fail()
+        self.scope["extensions"].clear()  # else both would hold each other until the garbage is collected
 
     async def _fail(self) -> None:
         if self.has_begun:
