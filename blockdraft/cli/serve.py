@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import socket
 import sys
@@ -227,4 +228,5 @@ def _end_hung(engine: Replicas) -> None:
 
     time.sleep(UNHEALTHY_GRACE_S)
     engine.kill()
+    logging.shutdown()  # writes the lines that wait
     os._exit(EXIT_HUNG)

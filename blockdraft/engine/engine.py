@@ -27,7 +27,8 @@ from blockdraft.engine.request import (
     SamplingParams,
     TokenLogprobs,
     Turn,
-    check_request,
+    check_limits,
+    check_vocabulary,
 )
 from blockdraft.engine.scheduler import Batch, Outcome
 from blockdraft.engine.seeds import mix
@@ -213,14 +214,14 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         plan, sampling = self.plan, request.sampling
-        check_request(
-            request.prompt_ids,
+        check_limits(
+            len(request.prompt_ids),
             sampling,
-            vocab_size=self.models.config.vocab_size,
             max_model_len=plan.max_model_len,
             most_context=self.models.most_context(plan),
             block=plan.block,
         )
+        check_vocabulary(request.prompt_ids, sampling, self.models.config.vocab_size)
         num_stops = len({*sampling.stop_token_ids, *self.models.tokenizer.eos_ids})
         for name, count in (("logit_bias", len(sampling.logit_bias)), ("stop_token_ids", num_stops)):
             if count > MAX_LISTED:
@@ -661,8 +662,8 @@ def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[T
 def _as_ints(token_ids: Items[int]) -> tuple[int, ...]:
     """Return token ids of any integer type as Python ints. Raise RequestError for other types."""
     try:
-        if any(isinstance(token, bool) for token in token_ids):
+        if bool in map(type, token_ids):
             raise TypeError("a boolean")
-        return tuple(operator.index(token) for token in token_ids)
+        return tuple(map(operator.index, token_ids))
     except TypeError as error:
         raise RequestError(f"a prompt must be a list of integer token ids ({error}).") from None

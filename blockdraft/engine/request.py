@@ -157,30 +157,32 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
         raise RequestError(f"{name} = {value} is outside {low} to {high}.")
 
 
-def check_request(
-    prompt_ids: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    most_context: int,
-    block: int,
+def check_limits(
+    num_prompt_tokens: int, sampling: SamplingParams, *, max_model_len: int, most_context: int, block: int
 ) -> None:
     """Raise RequestError, naming the field, if a request can never run within these limits.
 
     `most_context`: the highest possible --max-model-len, for the advice in the error.
     """
-    if not prompt_ids:
+    if not num_prompt_tokens:
         raise RequestError("the prompt is empty: give at least one token.", "prompt")
-    if len(prompt_ids) >= max_model_len:
-        raised = f", or start with --max-model-len {most_context}" if len(prompt_ids) < most_context else ""
+    if num_prompt_tokens >= max_model_len:
+        raised = f", or start with --max-model-len {most_context}" if num_prompt_tokens < most_context else ""
         raise RequestError(
             # OpenAI's wording, which routers and agents match.
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt has "
-            f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it{raised}.",
+            f"{num_prompt_tokens} tokens, and the answer needs one more: shorten it{raised}.",
             "prompt",
             "context_length_exceeded",
         )
+    if sampling.width is not None and sampling.width > block:
+        raise RequestError(
+            f"width = {sampling.width}, but this engine verifies at most {block} tokens per step.", "width"
+        )
+
+
+def check_vocabulary(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError, naming the field, if a token id is outside the vocabulary."""
     thinking = sampling.thinking
     for name, token_ids in (
         ("prompt", prompt_ids),
@@ -193,10 +195,6 @@ def check_request(
                 raise RequestError(
                     f"{name}: token id {token} is outside the vocabulary of {vocab_size} tokens.", name
                 )
-    if sampling.width is not None and sampling.width > block:
-        raise RequestError(
-            f"width = {sampling.width}, but this engine verifies at most {block} tokens per step.", "width"
-        )
 
 
 _PROCESS, _NUMBERS_OF_REQUESTS = secrets.token_hex(8), itertools.count()

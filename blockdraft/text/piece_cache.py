@@ -62,14 +62,12 @@ class PieceCache:
         if 2 * len(new) > len(pieces) and len(known) > ENOUGH_PIECES:  # random text, another language
             ids: list[int] = encoded(self._tokenizer, text, False).ids
             return ids
+        found = self._learn(list(new)) if new else {}
+        if not new <= known.keys():  # long pieces are not kept
+            known = {piece: found[piece] if piece in new else known[piece] for piece in set(pieces[1:-1])}
         ids = list(self._encode_end(pieces[0]))
-        if new:
-            found = self._learn(list(new))
-            for piece in pieces[1:-1]:
-                ids += found[piece] if piece in found else known[piece]
-        else:
-            for piece in pieces[1:-1]:
-                ids += known[piece]
+        for piece in pieces[1:-1]:
+            ids += known[piece]
         ids += self._encode_end(f" {pieces[-1]}")
         return ids
 

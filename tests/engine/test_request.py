@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.engine.describe import engine_info
-from blockdraft.engine.request import SamplingParams, check_request
+from blockdraft.engine.request import SamplingParams, check_limits
 from blockdraft.errors import RequestError
 from blockdraft.planner.plan import CACHE_HOLDS
 from tests import tiny
@@ -35,9 +35,9 @@ def test_parameters_travel_between_processes():
 
 
 def refusal(length, *, max_model_len=32, most_context=32):
-    limits = {"vocab_size": 64, "max_model_len": max_model_len, "most_context": most_context, "block": 1}
+    limits = {"max_model_len": max_model_len, "most_context": most_context, "block": 1}
     with pytest.raises(RequestError) as caught:
-        check_request([1] * length, SamplingParams(), **limits)
+        check_limits(length, SamplingParams(), **limits)
     return str(caught.value)
 
 

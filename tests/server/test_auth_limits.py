@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from blockdraft.server.http import auth_limits as guard_module
 from blockdraft.server.http.auth_limits import DRAIN_FACTOR, AuthLimits
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.lifetime import NUM_SPARE_CONNECTIONS, uvicorn_config
-from blockdraft.server.http.logs import JsonLines, TextLines
+from blockdraft.server.http.logs import AccessRecord, JsonLines, LineHandler, TextLines
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions, default_hosts, is_loopback, read_api_keys
 from tests.server.asking import ask, connected, listening
 from tests.server.test_life import wait_for
@@ -271,7 +272,7 @@ def test_a_key_given_as_a_flag_leaves_the_process_list():
 # ---- bodies
 
 
-SMALL = ServerOptions(max_body_bytes=100, idle_timeout_s=0.2)
+SMALL = ServerOptions(max_body_bytes=100)
 JSON_TYPE = {"content-type": "application/json"}
 POST = b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
@@ -326,7 +327,7 @@ def test_json_may_name_its_charset_and_a_post_may_be_empty():
 
 
 def test_a_body_that_does_not_come_is_a_408():
-    with listening(app_with(SMALL)) as address:
+    with listening(app_with(ServerOptions(idle_timeout_s=0.2))) as address:
         found = all_that_comes(address, POST % 9 + b"{")
     assert found.startswith(b"HTTP/1.1 408")
     assert b"0.2 s" in found
@@ -347,16 +348,14 @@ def test_an_answer_that_does_not_begin_is_a_504_and_its_work_is_cancelled():
 
 
 def test_a_stream_that_has_begun_may_take_longer():
-    async def stream(request):
-        async def pieces():
-            for _ in range(4):
-                await asyncio.sleep(0.1)
-                yield b"x"
+    async def stream(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})  # at once, however busy the machine is
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body"})
 
-        return StreamingResponse(pieces())
-
-    app = AuthLimits(Starlette(routes=[Route("/", stream)]), ServerOptions(request_timeout_s=0.2))
-    assert ask(app, "GET", "/").text == "xxxx"
+    assert ask(AuthLimits(stream, ServerOptions(request_timeout_s=0.2)), "GET", "/").text == "xxxx"
 
 
 def test_a_client_is_a_key_and_an_address():
@@ -555,6 +554,64 @@ def test_neither_keys_nor_forged_lines_get_into_the_log(formatter):
     assert "***" in lines[0]
     assert "forged" in lines[0]
     assert "ValueError" in stream.getvalue()
+
+
+def test_lines_of_requests_are_written_together_and_in_order_with_others():
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    handler, logger = LineHandler(stream), logging.Logger("lines")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+
+    def answered(name):
+        logger.handle(AccessRecord("blockdraft.access", name, name))
+
+    async def turn():
+        answered("one")
+        answered("two")
+        logger.warning("three")
+        answered("four")
+        answered("five")
+        assert "".join(written) == "one\ntwo\nthree\n"
+        await asyncio.sleep(0)
+        answered("six")
+        other = threading.Thread(target=logger.warning, args=("seven",))
+        other.start()
+        other.join()
+
+    asyncio.run(turn())
+    answered("eight")
+    assert list(filter(None, written)) == ["one\ntwo\nthree\n", "four\nfive\n", "six\nseven\n", "eight\n"]
+
+
+def test_a_line_that_cannot_be_made_takes_no_other_with_it(capsys):
+    stream, logger = io.StringIO(), logging.Logger("lines")
+    logger.addHandler(LineHandler(stream))
+
+    async def turn():
+        logger.handle(AccessRecord("blockdraft.access", "before", "id"))
+        logger.warning("%d", "no number")
+        logger.warning("after")
+
+    asyncio.run(turn())
+    assert stream.getvalue() == "before\nafter\n"
+    assert "no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["raise ValueError", "sys.exit()", "os.kill(os.getpid(), 15)"])
+def test_no_line_is_lost_when_the_process_ends_within_a_turn(end):
+    program = f"""
+import asyncio, logging, os, signal, sys
+from blockdraft.server.http.logs import AccessRecord, set_up
+set_up(is_json=False, level=logging.INFO)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+async def turn():
+    logging.getLogger("blockdraft.access").handle(AccessRecord("blockdraft.access", "POST / 200", "id-1"))
+    {end}
+asyncio.run(turn())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "info [id-1] POST / 200" in ended.stderr
 
 
 # ---- connections

@@ -291,7 +291,7 @@ def test_the_event_loop_never_waits_for_an_engine_that_does_not_read():
 
     with unread_engine() as (remote, theirs):
         streams, slowest_s = asyncio.run(ask_all(remote))
-        assert slowest_s < 1
+        assert slowest_s < 10  # nobody reads meanwhile: to wait would be to wait for ever
         heard = [theirs.recv()[:2] for _ in range(2 * len(streams))]  # all of it, in order
         assert heard == [(kind, stream.request_id) for stream in streams for kind in ("add", "abort")]
 
@@ -335,7 +335,7 @@ def test_live_is_answered_while_the_engine_does_not_read(engine):
     with unread_engine() as (remote, _):
         remote.tokenizer = engine.models.tokenizer
         remote.engine_info = replace(engine_info(engine), max_model_len=9000)
-        assert asyncio.run(ask_all(remote)) < 1
+        assert asyncio.run(ask_all(remote)) < 10
 
 
 def test_requests_past_the_limit_of_bytes_are_told_to_come_back(monkeypatch):

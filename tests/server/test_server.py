@@ -1,9 +1,12 @@
 """The server over the fixture pair: its answers, its errors, and how it is before and after."""
 
 import asyncio
+import gc
 import json
 import socket
 import threading
+import time
+import weakref
 from dataclasses import replace
 
 import httpx
@@ -17,6 +20,7 @@ from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.http.auth_limits import AuthLimits
+from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
@@ -213,6 +217,16 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
     check_error(chat(app, {**HELLO, **fields}), 400, part, param)
 
 
+def test_a_token_that_only_the_tokenizer_knows_is_refused_for_its_message(models):
+    parts = open_checkpoint(str(PAIR / "target")).tokenizer_parts()
+    assert parts.tokenizer.add_tokens(["t64"]) == 1
+    with pair.app_over(replace(models, tokenizer=Tokenizer(parts))) as app:
+        for is_stream in (False, True):
+            body = {**HELLO, "messages": [{"role": "user", "content": "t64"}], "stream": is_stream}
+            check_error(chat(app, body), 400, "token id 64", "messages")
+        assert chat(app, HELLO).status_code == 200
+
+
 def test_paths_methods_and_models_that_do_not_exist(app):
     check_error(ask(app, "GET", "/v1/nothing"), 404, "no such path")
     check_error(ask(app, "GET", CHAT), 405, "POST")
@@ -283,10 +297,35 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
     assert float(next(line for line in counted if "queue_full" in line).split()[-1]) >= len(refused)
 
 
+class Patient(Engine):
+    """It goes on after its first step when all requests have come, and after an answer when that was read."""
+
+    def __init__(self, models, plan, num_requests, read):
+        super().__init__(models, plan)
+        self._num_requests, self._read = num_requests, read
+        self.num_come = self.num_steps = self.num_ended = 0
+
+    def add(self, *args, **kwargs):
+        request_id = super().add(*args, **kwargs)
+        self.num_come += 1
+        return request_id
+
+    def step(self):
+        is_waiting = self.num_steps and self.num_come < self._num_requests
+        if is_waiting or len(self._read) < self.num_ended:
+            time.sleep(0.001)  # for the thread that sends and reads
+            return []
+        deltas = super().step()
+        self.num_steps += 1
+        self.num_ended += sum(delta.finish_reason is not None for delta in deltas)
+        return deltas
+
+
 def test_a_client_with_many_requests_does_not_keep_another_waiting(models):
     options = ServerOptions(api_keys=("key-of-many-requests", "key-of-a-single-one"))
     keys = [{"authorization": f"Bearer {key}"} for key in options.api_keys]
     ended, body = [], {**HELLO, "max_tokens": 24, "ignore_eos": True}
+    served = Patient(models, replace(pair.plan(), max_num_seqs=1, max_queue=9), 9, ended)
 
     async def crowd(app):
         async with connected(app) as http:
@@ -296,8 +335,9 @@ def test_a_client_with_many_requests_does_not_keep_another_waiting(models):
                 assert response.status_code == 200, response.text
                 ended.append(name)
 
-            tasks = [asyncio.create_task(one(f"many{number}", 0)) for number in range(6)]
-            await asyncio.sleep(0.05)
+            tasks = [asyncio.create_task(one("many", 0)) for _ in range(6)]
+            while served.num_come < 6 or not served.num_steps:
+                await asyncio.sleep(0.001)
             tasks.append(asyncio.create_task(one("late", 0, priority=1)))
             tasks += [
                 asyncio.create_task(one("single", 1)),
@@ -305,11 +345,30 @@ def test_a_client_with_many_requests_does_not_keep_another_waiting(models):
             ]
             await asyncio.gather(*tasks)
 
-    plan = replace(pair.plan(), max_num_seqs=1)
-    with remote_engine(lambda startup: Engine(models, plan)) as engine:
+    with remote_engine(lambda startup: served) as engine:
         asyncio.run(crowd(make_app(engine, name="pair", options=options)))
-    assert ended[-1] == "late"
-    assert ended.index("first") < ended.index("single") < ended.index("many4")
+    assert ended == ["many", "first", "single", *["many"] * 5, "late"]
+
+
+def test_a_request_leaves_nothing_to_the_garbage_collector(app):
+    seen = []
+
+    async def watched(scope, receive, send):
+        seen.append(weakref.ref(exchange_of(scope)))
+        await app(scope, receive, send)
+
+    async def ask_some():
+        async with connected(watched) as http:
+            for is_stream in (True, False, True):
+                response = await http.post(CHAT, json={**HELLO, "stream": is_stream})
+                assert response.status_code == 200
+            return [exchange() is None for exchange in seen]
+
+    gc.disable()
+    try:
+        assert asyncio.run(ask_some()) == [True, True, False], "the connection has its last one"
+    finally:
+        gc.enable()
 
 
 def test_a_model_without_a_chat_template_says_so(models):

@@ -7,9 +7,10 @@ the same code makes streamed and whole answers.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
@@ -190,45 +191,58 @@ def request_metrics(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> s
 
     Tokens and steps are summed. Times run from the first choice that began to the last that ended.
     """
-    queue_s, first_s = min(one.queue_s for one in found), min(one.first_token_s for one in found)
-    end_s = max(one.seconds for one in found)
-    num_tokens, num_steps = sum(one.num_tokens for one in found), sum(one.steps for one in found)
-    num_gaps = sum(max(0, one.num_tokens - 1) for one in found)
-    decoding_s = sum(one.seconds - one.first_token_s for one in found)
+    whole = found[0] if len(found) == 1 else _together(found)
+    num_gaps = sum([max(0, one.num_tokens - 1) for one in found])
+    decoding_s = sum([one.seconds - one.first_token_s for one in found])
+    serving_s = whole.seconds - whole.queue_s
     return {
-        "time_to_first_token_ms": _ms(first_s - queue_s),
-        "generation_time_ms": _ms(end_s - first_s),
-        "queue_time_ms": _ms(queue_s),
+        "time_to_first_token_ms": _ms(whole.first_token_s - whole.queue_s),
+        "generation_time_ms": _ms(whole.seconds - whole.first_token_s),
+        "queue_time_ms": _ms(whole.queue_s),
         "mean_itl_ms": _ms(decoding_s / num_gaps) if num_gaps > 0 else None,
-        "tokens_per_second": round(num_tokens / (end_s - queue_s), 3) if end_s > queue_s else None,
-        "tokens_per_step": round(num_tokens / num_steps, 4) if num_steps else None,
-        "speculative_decoding": _speculative(found, steps) if any(one.drafted for one in found) else None,
+        "tokens_per_second": round(whole.num_tokens / serving_s, 3) if serving_s > 0 else None,
+        "tokens_per_step": round(whole.num_tokens / whole.steps, 4) if whole.steps else None,
+        "speculative_decoding": _speculative(whole, steps) if whole.drafted else None,
     }
 
 
-def _speculative(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> schemas.SpeculativeMetrics:
-    accepted = _summed([one.accepted for one in found])
-    num_steps, num_drafted = sum(one.steps for one in found), sum(one.drafted for one in found)
+def _together(found: Items[Metrics]) -> Metrics:
+    """Return the sums of all choices; their times from the first that began to the last that ended."""
+    return replace(
+        found[0],
+        num_tokens=sum([one.num_tokens for one in found]),
+        steps=sum([one.steps for one in found]),
+        drafted=sum([one.drafted for one in found]),
+        accepted=_summed([one.accepted for one in found]),
+        reached=_summed([one.reached for one in found]),
+        queue_s=min([one.queue_s for one in found]),
+        first_token_s=min([one.first_token_s for one in found]),
+        seconds=max([one.seconds for one in found]),
+    )
+
+
+def _speculative(whole: Metrics, steps: Items[schemas.DraftStep]) -> schemas.SpeculativeMetrics:
+    num_accepted = sum(whole.accepted)
     # at_least[i]: steps that accepted i drafts or more
-    at_least = (num_steps, *accepted, 0)
+    at_least = (whole.steps, *whole.accepted, 0)
     summary: schemas.SpeculativeMetrics = {
-        "mean_acceptance_length": round(1 + sum(accepted) / num_steps, 4),
-        "draft_acceptance_rate": round(sum(accepted) / num_drafted, 4),
-        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(len(at_least) - 1)],
-        "num_spec_steps": num_steps,
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_draft_tokens": num_drafted,
-        "num_spec_tokens": len(accepted),
-        "reached_by_position": _summed([one.reached for one in found]),
+        "mean_acceptance_length": round(1 + num_accepted / whole.steps, 4),
+        "draft_acceptance_rate": round(num_accepted / whole.drafted, 4),
+        "acceptance_histogram": list(map(operator.sub, at_least, at_least[1:])),
+        "num_spec_steps": whole.steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": whole.drafted,
+        "num_spec_tokens": len(whole.accepted),
+        "reached_by_position": list(whole.reached),
     }
     if steps:
         summary["per_step_accepted"] = [len(step["tokens"]) - 1 for step in steps]
     return summary
 
 
-def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
+def _summed(rows: Items[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the sums by position; positions missing in a shorter tuple count as zeros."""
-    return list(rows[0]) if len(rows) == 1 else [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+    return tuple([sum(column) for column in zip_longest(*rows, fillvalue=0)])
 
 
 def _ms(seconds: float) -> float:

@@ -198,13 +198,18 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
         for name, value in parse_object(body).items()
         if value is not None
     }
-    for name, neutral in kind.UNSUPPORTED.items():
-        if name in given and not any(_is_same(given[name], one) for one in neutral):
-            raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
+    if not given.keys().isdisjoint(kind.UNSUPPORTED):
+        _check_supported(given, kind.UNSUPPORTED)
     asked = validate(kind, given)
     if others := given.keys() - _known_names(kind):
         asked.__dict__[_IGNORED] = tuple(shown_name(name) for name in given if name in others)
     return asked
+
+
+def _check_supported(given: Mapping[str, object], unsupported: Unsupported) -> None:
+    for name, neutral in unsupported.items():
+        if name in given and not any(_is_same(given[name], one) for one in neutral):
+            raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
 
 
 @functools.cache

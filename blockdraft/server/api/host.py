@@ -225,7 +225,7 @@ class ApiHost:
         turn = Turn(prepared.asked.priority, client)
         on_end = self._on_end(head, [prepared.prompt_ids], prepared.sampling)
         answer = ChatAnswer(prepared, head=head, on_end=on_end)
-        with Renamed({"structured_outputs": prepared.output_field}):
+        with Renamed({"structured_outputs": prepared.output_field, "prompt": "messages"}):
             streams = await self._submit([prepared.prompt_ids], prepared.sampling, turn)
             num_prompt = len(prepared.prompt_ids)
             is_stream = prepared.asked.stream

@@ -89,7 +89,7 @@ class EventSource:
     """Makes the events of an answer from its streams' deltas, when the connection takes them."""
 
     def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
-        self.first = ""  # the first events of the answer
+        self.first = ""  # the first events of the answer, which `write_to` writes
         self.is_over = False  # the last event has been taken
         self._answer = answer
         self._streams = streams
@@ -172,13 +172,16 @@ class EventSource:
     def _write_once(self, exchange: Exchange) -> None:
         if exchange.is_gone:
             return
-        text = self.take()
+        text, self.first = self.first, ""
+        if not self.is_over:
+            text += self.take()
         if self.is_over:
             exchange.end(text.encode())  # one write for the last event and the end
         elif text:
             exchange.write(text.encode())
 
     def close(self) -> None:
+        self._on_news = self._news.set  # refers to nothing of the connection
         for stream in self._streams:
             stream.close()
 
@@ -198,11 +201,9 @@ class AnswerEvents(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with closing(self.events):
-            is_over = self.events.is_over
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            body = self.events.first.encode()
-            await send({"type": "http.response.body", "body": body, "more_body": not is_over})
-            if not is_over and exchange.has_begun and not exchange.is_gone:
+            if exchange.has_begun and not exchange.is_gone:
                 await self.events.write_to(exchange)
+                exchange.on_gone = exchange.on_resume = None

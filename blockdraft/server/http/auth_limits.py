@@ -117,10 +117,7 @@ class AuthLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        else:
-            await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+            return
         head = _head(scope)
         state = {**scope.get("state", {}), "request_id": head.id}
         reply = _Reply(head, state, send, self._options)

@@ -115,6 +115,7 @@ class Exchange:
         if not (self.is_complete or self.is_gone):
             log.error("ASGI callable returned without completing response.")
             await self._fail()
+        self.scope["extensions"].clear()  # else both would hold each other until the garbage is collected
 
     async def _fail(self) -> None:
         if self.has_begun:
@@ -236,17 +237,16 @@ class Exchange:
     def _begin(self, status: int, headers: Headers) -> None:
         """Prepare the head, and write it in the event loop's next turn at the latest."""
         self.has_begun, self._awaits_continue = True, False
-        fields, says_close = [*self._line.default_headers, *headers], False
+        fields = [*self._line.default_headers, *headers]
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         lines += [b"%b: %b\r\n" % field for field in fields]
         _check_lines(lines)
-        for name, value in fields:
-            if name == b"content-length":
-                self._num_left = int(value)
-            elif name == b"connection" and b"close" in value.lower():
-                self._keeps_alive, says_close = False, True
-            elif name == b"content-type":
-                self._is_event_stream = value.startswith(b"text/event-stream")
+        given = dict(fields)
+        if b"content-length" in given:
+            self._num_left = int(given[b"content-length"])
+        says_close = b"close" in given.get(b"connection", b"").lower()
+        self._keeps_alive = self._keeps_alive and not says_close
+        self._is_event_stream = given.get(b"content-type", b"").startswith(b"text/event-stream")
         self._has_body = self._has_body and status not in _BODILESS
         if self._num_left is None and self._has_body:
             self._is_chunked = self.scope["http_version"] == "1.1"

@@ -1,17 +1,21 @@
 """Log lines, as text or as one JSON object each. They never hold a key, a prompt or an answer.
 
+Lines of answered requests wait for the end of the event loop's turn and are written together.
+
 API keys are replaced wherever they appear. An error in a request is logged only by its type and
 place, because its message may quote what the client sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import TextIO
@@ -22,7 +26,7 @@ _REQUEST_ERRORS = "uvicorn.error"  # logs the errors that requests raise
 
 def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
     """Send all logging of this process to `stream` (stderr by default). Give uvicorn log_config=None."""
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler = LineHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter((JsonLines if is_json else TextLines)(secrets))
     logging.basicConfig(handlers=[handler], level=level, force=True)
 
@@ -35,6 +39,55 @@ class AccessRecord(logging.LogRecord):
 
     def __init__(self, name: str, text: str, request_id: str) -> None:
         vars(self).update(_BLANK, name=name, msg=text, request_id=request_id, created=time.time())
+
+
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes lines in order: those of answered requests once per turn of the event loop, others at once.
+
+    `logging.shutdown`, which Python calls at its end, writes the lines that wait.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._held: deque[logging.LogRecord] = deque()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        if type(record) is not AccessRecord:
+            return super().handle(record)
+        is_first = not self._held
+        self._held.append(record)
+        if is_first:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:  # no event loop runs
+                self.flush()
+        return True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._held.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write all lines that wait."""
+        self.acquire()
+        try:
+            held = [self._held.popleft() for _ in range(len(self._held))]
+            try:
+                self.stream.write("".join(map(self._line, held)))
+                super().flush()
+            except Exception:
+                if not held:
+                    raise
+                self.handleError(held[-1])  # as logging does: the server goes on
+        finally:
+            self.release()
+
+    def _line(self, record: logging.LogRecord) -> str:
+        try:
+            return f"{self.format(record)}\n"
+        except Exception:  # noqa: BLE001  # of a logging call with wrong arguments; the other lines are written
+            self.handleError(record)
+            return ""
 
 
 class _Lines(logging.Formatter):

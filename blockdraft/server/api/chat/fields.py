@@ -192,11 +192,14 @@ class _Generation(StructuredOutputFields, AnyBody):
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: object
     ) -> SamplingParams:
         """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
-        values = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
-        given = {name: value for name, value in values.items() if value is not None}
-        last |= {"max_tokens": max_tokens, "width": self.speculative.width}
+        given: dict[str, object] = dict(defaults)
+        for name in self.model_fields_set & _SAMPLING_NAMES:
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        given |= last
+        given["max_tokens"], given["width"] = max_tokens, self.speculative.width
         given["structured_outputs"] = self.structured_output
-        return SamplingParams(**{**defaults, **given, **last})
+        return SamplingParams(**given)
 
 
 class ChatRequest(ToolFields, _Generation):

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import SamplingParams, check_request
+from blockdraft.engine.request import SamplingParams, check_limits
 from blockdraft.errors import RequestError
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
@@ -106,15 +106,15 @@ def check_prompts(
 ) -> None:
     """Raise RequestError for prompts that the engine can never run, or more scores than an answer may hold.
 
-    `fields` names the fields of the body that hold the prompt and the request for scores.
+    `fields` names the fields of the body that hold the prompt and the request for scores. The engine checks
+    the tokens themselves.
     """
     names = {"prompt": fields["prompt"], "width": "speculative"}
     for prompt_ids in prompts:
         try:
-            check_request(
-                prompt_ids,
+            check_limits(
+                len(prompt_ids),
                 sampling,
-                vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,
                 most_context=info.most_context,
                 block=info.block,
