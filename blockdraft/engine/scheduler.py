@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.queue_wait import QueueWait, retry_after_s
-from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.engine.request import Delta, Deltas, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.tree_choice import TreeChoice
@@ -47,6 +47,18 @@ class Outcome:
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
     chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: see Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step has added to the answers that still had a row. A prefill adds nothing."""
+
+    sequences: Items[Sequence] = ()
+    widths: Items[int] = ()
+    num_committed: Items[int] = ()
+    num_kept: Items[int] = ()  # of the committed tokens, those before the answer's end
+    deltas: Deltas = field(default_factory=Deltas)
+    ended: list[tuple[Sequence, Delta]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -472,8 +484,8 @@ class Scheduler:
         outcome: Outcome,
         seconds: float | None = None,
         size: StepSize | None = None,
-    ) -> list[Delta]:
-        """Apply a step's outcome to its sequences and return the deltas of their answers.
+    ) -> Committed:
+        """Apply a step's outcome to its sequences and return what it added to their answers.
 
         Drop the outcome of a sequence without a row: it ended or was preempted meanwhile.
         `seconds`: the time of the step, if known. `size`: what ran, if it was larger than the batch.
@@ -482,29 +494,38 @@ class Scheduler:
             self.observe(batch, seconds)
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
-            return []
-        deltas, now_s, page_size = [], self.clock(), self.pages.page_size
-        drafted = self._learn(batch, outcome, seconds, size)
-        logprobs = outcome.logprobs or itertools.repeat(())
-        for sequence, width, token_ids, its_logprobs, (its_width, num_right) in zip(
-            batch.sequences, batch.counts, outcome.token_ids, logprobs, drafted, strict=False
-        ):
-            if sequence.row is None:
-                continue
+            return Committed()
+        deltas, now_s, page_size = Deltas(), self.clock(), self.pages.page_size
+        chains = self._learn(batch, outcome, seconds, size)
+        logprobs = outcome.logprobs or ((),) * len(chains)
+        columns = batch.sequences, batch.counts, outcome.token_ids, logprobs, chains
+        seen = [sequence.row is not None for sequence in batch.sequences]
+        if not all(seen):
+            columns = [tuple(itertools.compress(column, seen)) for column in columns]
+        num_committed = [len(token_ids) for token_ids in columns[2]]
+        found = Committed(columns[0], columns[1], num_committed, [*num_committed], deltas)
+        for at, (sequence, width, token_ids, its_logprobs, chain) in enumerate(zip(*columns, strict=True)):
             sequence.num_in_flight -= width
             if self._width_controller is not None:
-                sequence.tally.record.count(its_width, num_right)
-            deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
+                sequence.tally.record.count(*chain)
+            piece = sequence.go_on(token_ids, width)
+            if piece is not None:
+                deltas.pieces.append(piece)
+            else:
+                delta = sequence.accept(token_ids, its_logprobs, now_s, width)
+                deltas.others.append(delta)
+                found.num_kept[at] = len(delta.token_ids)
             if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:
                 self._remember(sequence)
             if self._has_more_than_pages:
                 self._save_states(sequence, sequence.length)
                 self._trim_exact(sequence, sequence.length)
-            if sequence.finish_reason is not None:
+            if piece is None and sequence.finish_reason is not None:
+                found.ended.append((sequence, delta))
                 assert sequence.tally.start_s is not None
                 self._wait.learn(now_s - sequence.tally.start_s)
                 self._retire(sequence)
-        return deltas
+        return found
 
     def _learn(
         self, batch: Batch, outcome: Outcome, seconds: float | None, size: StepSize | None
