@@ -238,12 +238,12 @@ class Rows:
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
         count, given = len(padded), (padded, tuple(widths), tuple(limits))
+        if given == self._given:
+            return
+        self._given = ()  # an interrupted change must not count as done
         self.active, self.limits, self.offsets = torch.split(
             self._step[: 3 * count + 1], [count, count, count + 1]
         )
-        if given == self._given:
-            return
-        self._given = ()  # an interrupted copy must not count as done
         self.widths = tuple(widths)
         least = [min(pair) for pair in itertools.zip_longest(widths, limits, fillvalue=NO_LIMIT)]
         least += [NO_LIMIT] * (count - len(least))
