@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
@@ -27,6 +27,8 @@ from blockdraft.errors import CapacityError, RequestError
 from blockdraft.kernels.tree_size import MAX_ROWS
 from blockdraft.planner.plan import Plan
 from blockdraft.step.step_sizes import Means, StepSize
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Committed:
     sequences: Items[Sequence] = ()
     widths: Items[int] = ()
     num_committed: Items[int] = ()
-    num_kept: Items[int] = ()  # of the committed tokens, those before the answer's end
+    num_kept: list[int] = field(default_factory=list)  # of the committed tokens, those before the end
     deltas: Deltas = field(default_factory=Deltas)
     ended: list[tuple[Sequence, Delta]] = field(default_factory=list)
 
@@ -402,7 +404,10 @@ class Scheduler:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
-        widths = iter(self._width_controller.next_widths(records, self.is_ready))
+        chosen = self._width_controller.next_widths(records, self.is_ready)
+        if len(records) == len(sequences):
+            return chosen
+        widths = iter(chosen)
         return [next(widths) if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
@@ -495,25 +500,31 @@ class Scheduler:
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
             return Committed()
-        deltas, now_s, page_size = Deltas(), self.clock(), self.pages.page_size
+        now_s, page_size = self.clock(), self.pages.page_size
         chains = self._learn(batch, outcome, seconds, size)
-        logprobs = outcome.logprobs or ((),) * len(chains)
-        columns = batch.sequences, batch.counts, outcome.token_ids, logprobs, chains
-        seen = [sequence.row is not None for sequence in batch.sequences]
+        sequences, widths, blocks, logprobs = (
+            batch.sequences,
+            batch.counts,
+            outcome.token_ids,
+            outcome.logprobs,
+        )
+        seen = [sequence.row is not None for sequence in sequences]
         if not all(seen):
-            columns = [tuple(itertools.compress(column, seen)) for column in columns]
-        num_committed = [len(token_ids) for token_ids in columns[2]]
-        found = Committed(columns[0], columns[1], num_committed, [*num_committed], deltas)
-        for at, (sequence, width, token_ids, its_logprobs, chain) in enumerate(zip(*columns, strict=True)):
+            sequences, widths, chains = _only(seen, sequences), _only(seen, widths), _only(seen, chains)
+            blocks, logprobs = _only(seen, blocks), _only(seen, logprobs)
+        num_committed = [len(token_ids) for token_ids in blocks]
+        found = Committed(sequences, widths, num_committed, [*num_committed])
+        rows = zip(sequences, widths, blocks, logprobs or ((),) * len(blocks), chains, strict=True)
+        for at, (sequence, width, token_ids, its_logprobs, (its_width, num_right)) in enumerate(rows):
             sequence.num_in_flight -= width
             if self._width_controller is not None:
-                sequence.tally.record.count(*chain)
+                sequence.tally.record.count(its_width, num_right)
             piece = sequence.go_on(token_ids, width)
             if piece is not None:
-                deltas.pieces.append(piece)
+                found.deltas.pieces.append(piece)
             else:
                 delta = sequence.accept(token_ids, its_logprobs, now_s, width)
-                deltas.others.append(delta)
+                found.deltas.others.append(delta)
                 found.num_kept[at] = len(delta.token_ids)
             if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:
                 self._remember(sequence)
@@ -529,14 +540,14 @@ class Scheduler:
 
     def _learn(
         self, batch: Batch, outcome: Outcome, seconds: float | None, size: StepSize | None
-    ) -> list[tuple[int, int]]:
+    ) -> tuple[tuple[int, int], ...]:
         """Learn from a decode step. Return each row's chain of drafts: its width, and how many were right."""
         if not batch.tree:
             num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
             if self._width_controller is not None:
                 self._width_controller.observe(batch.counts, num_right, seconds, size)
-            return list(zip(batch.counts, num_right, strict=True))
-        chains = [(width, count - 1) for width, count in outcome.chains]
+            return tuple(zip(batch.counts, num_right, strict=True))
+        chains = tuple([(width, count - 1) for width, count in outcome.chains])
         if self._tree_choice is not None:
             records = [sequence.tally.record for sequence in batch.sequences]
             committed = [len(token_ids) for token_ids in outcome.token_ids]
@@ -576,3 +587,7 @@ class Scheduler:
         )
         is_barred = sequence.num_remembered_pages < num_full
         sequence.barred_at = self.pages.num_forgotten if is_barred else None
+
+
+def _only(chosen: Items[bool], column: Items[T]) -> tuple[T, ...]:
+    return tuple(itertools.compress(column, chosen))
