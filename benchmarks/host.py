@@ -35,8 +35,8 @@ from benchmarks.record import context, save, table  # noqa: E402
 from blockdraft.checkpoints.opening import open_checkpoint  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
-from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
-from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
+from blockdraft.engine.loop import EngineLoop  # noqa: E402
+from blockdraft.engine.request import Delta, Deltas, SamplingParams  # noqa: E402
 from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
 from blockdraft.planner.plan import Plan  # noqa: E402
 from blockdraft.server.api.chat.answers import ChatAnswer  # noqa: E402
@@ -45,7 +45,7 @@ from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat  # noq
 from blockdraft.server.api.fields import parse  # noqa: E402
 from blockdraft.server.api.schemas import AnswerObject  # noqa: E402
 from blockdraft.server.api.streaming import EventSource  # noqa: E402
-from blockdraft.server.engine_link.engine_worker import _RemoteStream, _Server  # noqa: E402
+from blockdraft.server.engine_link.engine_worker import _Server  # noqa: E402
 from blockdraft.server.engine_link.outbox import Inbox  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 from blockdraft.step.step_sizes import few_means  # noqa: E402
@@ -173,7 +173,7 @@ class Served:
         self._outlet = EventLoopOutlet(asyncio.get_running_loop())
         self._streams: dict[str, Stream] = {}
         self.engine = engine
-        self.loop = EngineLoop(lambda startup: engine).wait()  # its thread sleeps: this one steps the engine
+        self.loop = EngineLoop(lambda startup: engine, server).wait()  # its thread sleeps: this one steps
         self.clock = Clock()
         self.heard = [0]
         self.readers = []
@@ -182,13 +182,13 @@ class Served:
         for _ in range(engine.plan.max_num_seqs):
             request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
             stream = self._streams[request_id] = Stream(request_id, self._outlet, lambda request_id: None)
-            self.loop._live[request_id] = _Live(_RemoteStream(request_id, server), 1)
+            self.loop._live[request_id] = 1
             head = AnswerObject(id=request_id, created=0, model="default", system_fingerprint=None)
             answer = ChatAnswer(prepared, head=head)
             self.readers.append(asyncio.ensure_future(read_all(answer, stream, self.heard)))
         self._deliver = self.clock.timed("deliver", self.loop._deliver)
 
-    async def step(self) -> list[Delta]:
+    async def step(self) -> Deltas:
         deltas = self.engine.step()
         self._deliver(deltas)
         if deltas:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from blockdraft.kernels.gated_delta import SaveTable
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.sampling import NEVER, Needs, SamplingBatch
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
-from blockdraft.kernels.transfer import to_device
+from blockdraft.kernels.transfer import array_to_device, to_device
 
 NO_LIMIT = 1 << 30
 _Given = tuple[tuple[int, ...], ...]  # what `activate` got: rows, widths and limits
@@ -215,12 +216,14 @@ class Rows:
         self._set_entries(self.saves.slots, entries)
 
     def _set_entries(self, table: Tensor, entries: Items[tuple[int, int, Items[int]]]) -> None:
-        width = table.shape[1]
-        cells = [row * width + first + i for row, first, values in entries for i in range(len(values))]
+        width, cells, found = table.shape[1], list[int](), list[int]()
+        for row, first, values in entries:
+            begin = row * width + first
+            cells += range(begin, begin + len(values))
+            found += values
         if cells:
-            changes = self._tensor([*cells, *(value for _, _, values in entries for value in values)])
-            where, values = changes.chunk(2)
-            table.view(-1)[where] = values
+            where, new = array_to_device(np.array(cells + found, dtype=np.int64), self.device).chunk(2)
+            table.view(-1)[where] = new
 
     def activate(
         self,
@@ -238,12 +241,12 @@ class Rows:
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
         count, given = len(padded), (padded, tuple(widths), tuple(limits))
+        if given == self._given:
+            return
+        self._given = ()  # an interrupted change must not count as done
         self.active, self.limits, self.offsets = torch.split(
             self._step[: 3 * count + 1], [count, count, count + 1]
         )
-        if given == self._given:
-            return
-        self._given = ()  # an interrupted copy must not count as done
         self.widths = tuple(widths)
         least = [min(pair) for pair in itertools.zip_longest(widths, limits, fillvalue=NO_LIMIT)]
         least += [NO_LIMIT] * (count - len(least))

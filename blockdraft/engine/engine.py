@@ -23,6 +23,7 @@ from blockdraft.engine.request import (
     ANYONE,
     MAX_LOGPROBS,
     Delta,
+    Deltas,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -197,12 +198,12 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Ignore unknown ids: the request may have ended before the abort arrived."""
-        return self._whole(lambda: self._abort(request_id))
+        return self._whole(lambda: self._abort(request_id)).others
 
-    def _abort(self, request_id: str) -> list[Delta]:
+    def _abort(self, request_id: str) -> Deltas:
         deltas = self.scheduler.abort(request_id)
         self.stats.count_aborted(deltas)
-        return deltas
+        return Deltas(others=deltas)
 
     @property
     def has_work(self) -> bool:
@@ -230,7 +231,7 @@ class Engine:
 
     # ---- steps
 
-    def step(self) -> list[Delta]:
+    def step(self) -> Deltas:
         """Run one step and return what it adds to each answer.
 
         With overlap, the next step is launched before the last step's result is read. So the engine sees a
@@ -241,7 +242,7 @@ class Engine:
         """
         return self._whole(self._step)
 
-    def _whole(self, run: Callable[[], list[Delta]]) -> list[Delta]:
+    def _whole(self, run: Callable[[], Deltas]) -> Deltas:
         """Call `run`, which changes rows and pages. Recover if it is interrupted."""
         try:
             self._repair()
@@ -266,8 +267,8 @@ class Engine:
         if self._is_broken:
             self.recover()
 
-    def _step(self) -> list[Delta]:
-        deltas = []
+    def _step(self) -> Deltas:
+        deltas = Deltas()
         pending = self._pending
         # The masks depend on the committed tokens.
         if pending is not None and (pending[1].is_in_parts or self.scheduler.has_structured_outputs):
@@ -542,23 +543,15 @@ class Engine:
         found = prompt_logprobs(self.models.target, hidden, next_ids, _num_top([asked]) or 0)
         return _to_host(found, token_ids, asked)
 
-    def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
+    def _collect(self, batch: Batch, launched: Launched) -> Deltas:
         """Read a step's result and apply it. Nothing else in a step waits for the device."""
         outcome = self._outcome(batch, launched)
         seconds = self._seconds(launched)
-        sequences, widths, committed = batch.sequences, batch.counts, outcome.token_ids
-        seen = [sequence.row is not None for sequence in sequences]
-        if not all(seen):
-            sequences = tuple(itertools.compress(sequences, seen))
-            widths = tuple(itertools.compress(widths, seen))
-            committed = tuple(itertools.compress(committed, seen))
-        deltas = self.scheduler.commit(batch, outcome, seconds, launched.size)
-        num_plain = self.scheduler.num_plain(batch, launched.size)
-        self.stats.count(batch, sequences, widths, committed, deltas, num_plain)
-        for sequence in sequences:
-            if sequence.finish_reason is not None:
-                self.on_end(sequence)
-        return deltas
+        committed = self.scheduler.commit(batch, outcome, seconds, launched.size)
+        self.stats.count(batch, committed, self.scheduler.num_plain(batch, launched.size))
+        for sequence, _ in committed.ended:
+            self.on_end(sequence)
+        return committed.deltas
 
     def _seconds(self, launched: Launched) -> float | None:
         """Return the time of the step just read, or None if it is not representative of other steps.

@@ -1,10 +1,9 @@
 """EngineLoop: the one thread that makes and runs an engine; other threads reach it through a queue.
 
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
-Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. No thread
-changes an item in a queue, so the threads share only the queues. Between two steps the thread takes every
-waiting command, so an abort takes effect within one step. While idle, the thread captures graphs for later
-steps and checks answers again, then sleeps until a command arrives.
+Commands go in over one queue; all deltas of a step go out to the outlet together. Between two steps the
+thread takes every waiting command, so an abort takes effect within one step. While idle, the thread captures
+graphs for later steps and checks answers again, then sleeps until a command arrives.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import functools
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +24,9 @@ from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.recheck import Recheck
-from blockdraft.engine.request import ANYONE, Delta, SamplingParams, Turn
+from blockdraft.engine.request import ANYONE, Deltas, SamplingParams, Turn
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Receiver, StepFailed
+from blockdraft.engine.streams import EngineStopped, Outlet, StepFailed
 from blockdraft.errors import BlockdraftError
 from blockdraft.grammar.guide import Guide
 from blockdraft.phases import StartProgress
@@ -44,19 +42,11 @@ MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; 
 class _Add:
     prompt_ids: Items[int]
     sampling: SamplingParams
-    receiver: Receiver
+    request_id: str
     reply: Future[None]
     turn: Turn
     seed: int | None
     guide: Guide | None = None
-
-
-@dataclass(slots=True)
-class _Live:
-    """The engine thread's side of a request."""
-
-    receiver: Receiver
-    num_unfinished: int
 
 
 class EngineLoop:
@@ -65,6 +55,7 @@ class EngineLoop:
     def __init__(
         self,
         make_engine: Callable[[StartProgress], Engine],
+        outlet: Outlet,
         startup: StartProgress | None = None,
         recheck_share: float = 0.0,
         max_wait_s: float = math.inf,
@@ -76,6 +67,7 @@ class EngineLoop:
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
         self._make_engine = make_engine
+        self._outlet = outlet
         self._num_failures = 0
         self._may_prepare = False
         self._served_s = -QUIET_S  # when the last step ended
@@ -84,7 +76,7 @@ class EngineLoop:
         self._is_open = True
         self._compilers = ThreadPoolExecutor(2, "structured-outputs")  # its threads start with the first one
         self._compiling: dict[str, Future[None]] = {}
-        self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._live: dict[str, int] = {}  # choices that have not ended; touched by the engine's thread only
         self._has_started = Event()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -102,7 +94,7 @@ class EngineLoop:
         self,
         prompt_ids: Items[int],
         sampling: SamplingParams,
-        receiver: Receiver,
+        request_id: str,
         turn: Turn = ANYONE,
         seed: int | None = None,
     ) -> Future[None]:
@@ -110,11 +102,11 @@ class EngineLoop:
 
         `seed`: the one to use if `sampling` has none.
         """
-        command = _Add(prompt_ids, sampling, receiver, Future(), turn, seed)
+        command = _Add(prompt_ids, sampling, request_id, Future(), turn, seed)
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
-            self._compiling[receiver.request_id] = command.reply
+            self._compiling[request_id] = command.reply
             self._compilers.submit(self._compile, command)  # the engine steps on meanwhile
         return command.reply
 
@@ -125,7 +117,7 @@ class EngineLoop:
                 self._queue(replace(command, guide=guide))
             elif command.reply.set_running_or_notify_cancel():
                 command.reply.set_exception(guide)
-        self._compiling.pop(command.receiver.request_id)
+        self._compiling.pop(command.request_id)
 
     def _queue(self, command: _Add) -> None:
         if not self._send(command) and command.reply.set_running_or_notify_cancel():
@@ -217,7 +209,6 @@ class EngineLoop:
     def _add(self, command: _Add) -> None:
         if not command.reply.set_running_or_notify_cancel():
             return  # the caller has gone
-        receiver, sampling = command.receiver, command.sampling
         if self.error is not None:
             command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
             return
@@ -226,7 +217,7 @@ class EngineLoop:
         if isinstance(outcome, Exception):
             command.reply.set_exception(outcome)
             return
-        self._live[receiver.request_id] = _Live(receiver, sampling.n)
+        self._live[command.request_id] = command.sampling.n
         command.reply.set_result(None)
 
     def _admit(self, command: _Add) -> None:
@@ -235,7 +226,7 @@ class EngineLoop:
         self._engine.add(
             command.prompt_ids,
             command.sampling,
-            command.receiver.request_id,
+            command.request_id,
             command.guide,
             seed=command.seed,
             turn=command.turn,
@@ -251,22 +242,16 @@ class EngineLoop:
             self._num_failures = 0
             self._deliver(outcome)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        mail: dict[Outlet, Mail] = defaultdict(list)
-        for delta in deltas:
-            live = self._live.get(delta.request_id)
-            if live is None:
-                continue
-            if delta.finish_reason is not None:
-                live.num_unfinished -= 1
-                if live.num_unfinished == 0:
+    def _deliver(self, deltas: Deltas) -> None:
+        for delta in deltas.others:
+            if delta.finish_reason is not None and delta.request_id in self._live:
+                self._live[delta.request_id] -= 1
+                if self._live[delta.request_id] == 0:
                     delta.ends_request = True
                     del self._live[delta.request_id]
-            mail[live.receiver.outlet].append((live.receiver, delta))
-        for outlet, its_mail in mail.items():
-            if not outlet.send(its_mail):
-                for receiver, _ in its_mail:
-                    self._drop(receiver.request_id)
+        if deltas and not self._outlet.send(deltas):
+            for request_id in [*self._live]:
+                self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
         """Abort a request in the engine. Ignore the ids of finished requests."""
@@ -276,10 +261,10 @@ class EngineLoop:
         if isinstance(outcome, Exception):
             self._fail(outcome)
             return
-        receiver = self._live.pop(request_id).receiver
+        del self._live[request_id]
         for delta in outcome[-1:]:
             delta.ends_request = True
-        receiver.outlet.send([(receiver, delta) for delta in outcome])
+        self._outlet.send(Deltas(others=outcome))
 
     def _fail(self, error: Exception) -> None:
         """End the requests of a failed step (no memory, or a bug) and continue with the others.
@@ -304,18 +289,20 @@ class EngineLoop:
 
     def _end_lost(self, reason: EngineStopped) -> None:
         """End the streams of requests that the engine has dropped; other requests are still in it."""
-        for request_id in self._live.keys() - self._engine.live_ids:
-            receiver = self._live.pop(request_id).receiver
-            receiver.outlet.send([(receiver, reason)])
+        lost = self._live.keys() - self._engine.live_ids
+        for request_id in lost:
+            del self._live[request_id]
+        self._outlet.end(lost, reason)
 
     def _end_all(self, reason: EngineStopped) -> None:
-        live, self._live = self._live, {}
-        for request_id, item in live.items():
+        live, self._live = self._live.keys(), {}
+        for request_id in live:
             if self.error is None:
                 failure = _attempt(functools.partial(self._engine.abort, request_id))
                 if isinstance(failure, Exception):  # the other streams must still be ended
                     log.error("a request could not be aborted", exc_info=failure)
-            item.receiver.outlet.send([(item.receiver, reason)])
+        if live:
+            self._outlet.end(live, reason)
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
@@ -294,10 +294,29 @@ class Delta:
 
 
 _DELTA_VALUES = attrgetter(*Delta.__slots__)
+Piece = tuple[str, int, str, tuple[int, ...]]  # the first values of a Delta; the others are the defaults
 
 
-def delta_values(delta: Delta) -> tuple[object, ...]:
-    """Return the arguments of an equal `Delta`, which pickle without Python code; few of the usual ones."""
-    if delta.finish_reason is not None or delta.logprobs or delta.prompt_logprobs is not None:
-        return _DELTA_VALUES(delta)
-    return delta.request_id, delta.index, delta.text, delta.token_ids
+@dataclass(slots=True)
+class Deltas:
+    """The deltas of a step. Most say only which text and tokens an answer goes on with: these are pieces.
+
+    A piece is made and pickled in a quarter of a delta's time.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    others: list[Delta] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Delta]:
+        yield from itertools.starmap(Delta, self.pieces)
+        yield from self.others
+
+    def __len__(self) -> int:
+        return len(self.pieces) + len(self.others)
+
+    def __add__(self, later: Deltas) -> Deltas:
+        return Deltas(self.pieces + later.pieces, self.others + later.others)
+
+    def values(self) -> list[tuple[Any, ...]]:
+        """Return the arguments of equal deltas, which pickle without Python code."""
+        return [*self.pieces, *map(_DELTA_VALUES, self.others)]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.queue_wait import QueueWait, retry_after_s
-from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.engine.request import Delta, Deltas, TokenLogprobs
 from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.tree_choice import TreeChoice
@@ -27,6 +27,8 @@ from blockdraft.errors import CapacityError, RequestError
 from blockdraft.kernels.tree_size import MAX_ROWS
 from blockdraft.planner.plan import Plan
 from blockdraft.step.step_sizes import Means, StepSize
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,18 @@ class Outcome:
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
     chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: see Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step has added to the answers that still had a row. A prefill adds nothing."""
+
+    sequences: Items[Sequence] = ()
+    widths: Items[int] = ()
+    num_committed: Items[int] = ()
+    num_kept: list[int] = field(default_factory=list)  # of the committed tokens, those before the end
+    deltas: Deltas = field(default_factory=Deltas)
+    ended: list[tuple[Sequence, Delta]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -391,7 +405,10 @@ class Scheduler:
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
         others = [sequence.width for sequence in sequences if not sequence.may_change_width]
-        widths = iter(self._width_controller.next_widths(records, self.is_ready, others))
+        chosen = self._width_controller.next_widths(records, self.is_ready, others)
+        if not others:
+            return chosen
+        widths = iter(chosen)
         return [next(widths) if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
@@ -474,8 +491,8 @@ class Scheduler:
         outcome: Outcome,
         seconds: float | None = None,
         size: StepSize | None = None,
-    ) -> list[Delta]:
-        """Apply a step's outcome to its sequences and return the deltas of their answers.
+    ) -> Committed:
+        """Apply a step's outcome to its sequences and return what it added to their answers.
 
         Drop the outcome of a sequence without a row: it ended or was preempted meanwhile.
         `seconds`: the time of the step, if known. `size`: what ran, if it was larger than the batch.
@@ -484,40 +501,55 @@ class Scheduler:
             self.observe(batch, seconds)
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
-            return []
-        deltas, now_s, page_size = [], self.clock(), self.pages.page_size
-        drafted = self._learn(batch, outcome, seconds, size)
-        logprobs = outcome.logprobs or itertools.repeat(())
-        for sequence, width, token_ids, its_logprobs, (its_width, num_right) in zip(
-            batch.sequences, batch.counts, outcome.token_ids, logprobs, drafted, strict=False
-        ):
-            if sequence.row is None:
-                continue
+            return Committed()
+        now_s, page_size = self.clock(), self.pages.page_size
+        chains = self._learn(batch, outcome, seconds, size)
+        sequences, widths, blocks, logprobs = (
+            batch.sequences,
+            batch.counts,
+            outcome.token_ids,
+            outcome.logprobs,
+        )
+        seen = [sequence.row is not None for sequence in sequences]
+        if not all(seen):
+            sequences, widths, chains = _only(seen, sequences), _only(seen, widths), _only(seen, chains)
+            blocks, logprobs = _only(seen, blocks), _only(seen, logprobs)
+        num_committed = [len(token_ids) for token_ids in blocks]
+        found = Committed(sequences, widths, num_committed, [*num_committed])
+        rows = zip(sequences, widths, blocks, logprobs or ((),) * len(blocks), chains, strict=True)
+        for at, (sequence, width, token_ids, its_logprobs, (its_width, num_right)) in enumerate(rows):
             sequence.num_in_flight -= width
             if self._width_controller is not None:
                 sequence.tally.record.count(its_width, num_right)
-            deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
+            piece = sequence.go_on(token_ids, width)
+            if piece is not None:
+                found.deltas.pieces.append(piece)
+            else:
+                delta = sequence.accept(token_ids, its_logprobs, now_s, width)
+                found.deltas.others.append(delta)
+                found.num_kept[at] = len(delta.token_ids)
             if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:
                 self._remember(sequence)
             if self._has_more_than_pages:
                 self._save_states(sequence, sequence.length)
                 self._trim_exact(sequence, sequence.length)
-            if sequence.finish_reason is not None:
+            if piece is None and sequence.finish_reason is not None:
+                found.ended.append((sequence, delta))
                 assert sequence.tally.start_s is not None
                 self._wait.learn(now_s - sequence.tally.start_s)
                 self._retire(sequence)
-        return deltas
+        return found
 
     def _learn(
         self, batch: Batch, outcome: Outcome, seconds: float | None, size: StepSize | None
-    ) -> list[tuple[int, int]]:
+    ) -> tuple[tuple[int, int], ...]:
         """Learn from a decode step. Return each row's chain of drafts: its width, and how many were right."""
         if not batch.tree:
             num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
             if self._width_controller is not None:
                 self._width_controller.observe(batch.counts, num_right, seconds, size)
-            return list(zip(batch.counts, num_right, strict=True))
-        chains = [(width, count - 1) for width, count in outcome.chains]
+            return tuple(zip(batch.counts, num_right, strict=True))
+        chains = tuple([(width, count - 1) for width, count in outcome.chains])
         if self._tree_choice is not None:
             records = [sequence.tally.record for sequence in batch.sequences]
             committed = [len(token_ids) for token_ids in outcome.token_ids]
@@ -557,3 +589,7 @@ class Scheduler:
         )
         is_barred = sequence.num_remembered_pages < num_full
         sequence.barred_at = self.pages.num_forgotten if is_barred else None
+
+
+def _only(chosen: Items[bool], column: Items[T]) -> tuple[T, ...]:
+    return tuple(itertools.compress(column, chosen))

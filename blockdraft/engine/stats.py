@@ -21,7 +21,7 @@ from blockdraft.engine.histogram import Histogram, Recorder, added, at_least, on
 from blockdraft.engine.request import Delta, Metrics, counted_width
 
 if TYPE_CHECKING:  # these modules import torch, which a reader of snapshots does not need
-    from blockdraft.engine.scheduler import Batch
+    from blockdraft.engine.scheduler import Batch, Committed
     from blockdraft.engine.sequence import Sequence
 
 RECENT_S = 300
@@ -240,38 +240,25 @@ class Stats:
         self._begins: deque[tuple[int, Drafts]] = deque(maxlen=LATELY_S)  # of seconds in which blocks ended
         self._lock = Lock()
 
-    def count(
-        self,
-        batch: Batch,
-        sequences: Items[Sequence],
-        widths: Items[int],
-        committed: Items[tuple[int, ...]],
-        deltas: Items[Delta],
-        num_plain: float | None = None,
-    ) -> None:
-        """Count one step: its live `sequences`, their widths, committed tokens and deltas.
-
-        A prefill has no committed tokens and no deltas.
-
-        `num_plain`: how many plain steps take as long, if known.
-        """
+    def count(self, batch: Batch, committed: Committed, num_plain: float | None = None) -> None:
+        """Count one step. `num_plain`: how many plain steps take as long, if known."""
         with self._lock:
             if batch.kind == "prefill":
                 self.num_prefill_steps += 1
                 self.num_prefill_tokens += sum(batch.counts)
                 self._observe("iteration_tokens_total", sum(batch.counts))
             else:
-                num_kept = [len(delta.token_ids) for delta in deltas]
+                num_kept = committed.num_kept
                 if batch.tree:
                     self.num_trees += len(num_kept)
                     self.num_tree_tokens += len(num_kept) * batch.tree
-                self._count_blocks(widths, [len(token_ids) for token_ids in committed], num_kept)
+                self._count_blocks(committed.widths, committed.num_committed, num_kept)
                 if num_plain is None:
                     self.num_untold += len(num_kept)
                 else:
                     self.plain_blocks += len(num_kept) * num_plain
-                self._count_latencies(sequences)
-                self._count_ended(sequences, deltas)
+                self._count_latencies(committed.sequences)
+                self._count_ended(committed.ended)
                 num_tokens = sum(num_kept)
                 self.num_emitted += num_tokens
                 self._observe("iteration_tokens_total", num_tokens)
@@ -383,14 +370,14 @@ class Stats:
         self.num_cached_tokens += sequence.tally.num_cached_tokens
         self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
 
-    def _count_ended(self, sequences: Items[Sequence], deltas: Items[Delta]) -> None:
-        for sequence, delta in zip(sequences, deltas, strict=True):
-            if delta.finish_reason is not None:
-                assert delta.metrics is not None
-                self.finished[delta.finish_reason] += 1
-                self._count_answer(delta.metrics)
-                self._observe("request_params_max_tokens", sequence.max_length - sequence.num_prompt)
-                self._count_request(sequence, delta.metrics.num_tokens)
+    def _count_ended(self, ended: Items[tuple[Sequence, Delta]]) -> None:
+        for sequence, delta in ended:
+            assert delta.finish_reason is not None
+            assert delta.metrics is not None
+            self.finished[delta.finish_reason] += 1
+            self._count_answer(delta.metrics)
+            self._observe("request_params_max_tokens", sequence.max_length - sequence.num_prompt)
+            self._count_request(sequence, delta.metrics.num_tokens)
 
     def _count_request(self, sequence: Sequence, num_tokens: int) -> None:
         """Count a request when the last of its choices has ended."""

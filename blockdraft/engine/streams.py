@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, cast
+from collections.abc import Callable, Collection
+from typing import Protocol
 
-from blockdraft.engine.request import Delta
+from blockdraft.engine.request import Delta, Deltas
 
 
 class EngineStopped(Exception):
@@ -22,17 +22,7 @@ class StepFailed(EngineStopped):
     """The request's step failed. The engine continues without the request."""
 
 
-class Receiver(Protocol):
-    """Receives the deltas of one request."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def outlet(self) -> Outlet: ...
-
-
 Item = Delta | Exception  # a stream raises an exception and is then over
-Mail = list[tuple[Receiver, Item]]
 
 
 def ends_request(item: Item) -> bool:
@@ -41,14 +31,17 @@ def ends_request(item: Item) -> bool:
 
 
 class Outlet(Protocol):
-    """Delivers mail to some receivers; hashable."""
+    """Takes from an engine's thread what goes to all its requests."""
 
-    def send(self, mail: Mail) -> bool:
-        """Send mail from the engine's thread. Return False if the receivers are gone."""
+    def send(self, deltas: Deltas) -> bool:
+        """Send the deltas of a step. Return False if nobody receives them any more."""
+
+    def end(self, request_ids: Collection[str], reason: EngineStopped) -> None:
+        """End requests with an error."""
 
 
 class EventLoopOutlet:
-    """Delivers to the streams of one event loop."""
+    """Delivers mail, from any thread, to the streams of one event loop."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
@@ -56,6 +49,7 @@ class EventLoopOutlet:
         self._is_called = False  # the event loop was asked to run `_hand_out` and has not run it yet
 
     def send(self, mail: Mail) -> bool:
+        """Send mail. Return False if the event loop is closed."""
         self._mail.append(mail)
         if not self._is_called:
             self._is_called = True
@@ -67,12 +61,11 @@ class EventLoopOutlet:
         return True
 
     def _hand_out(self) -> None:
-        """Deliver all mail, then wake each receiver once, so that it writes once."""
+        """Deliver all mail, then wake each stream once, so that it writes once."""
         self._is_called = False  # first: mail that arrives from now on schedules another call
         told: dict[Stream, None] = {}
         while self._mail:
-            for receiver, item in self._mail.popleft():
-                stream = cast(Stream, receiver)  # only streams have this outlet
+            for stream, item in self._mail.popleft():
                 stream.inbox.append(item)
                 told[stream] = None
         for stream in told:
@@ -150,3 +143,6 @@ class Stream:
             self._on_news()
         elif self._news is not None and not self._news.done():
             self._news.set_result(None)
+
+
+Mail = list[tuple[Stream, Item]]

@@ -44,7 +44,7 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
 
 def serve(engine: Engine) -> list[Delta]:
     """Step until the engine has no work left, and return all deltas."""
-    deltas = []
+    deltas: list[Delta] = []
     while engine.has_work:
         deltas += engine.step()
     return deltas

@@ -36,8 +36,8 @@ from blockdraft.step.row_sizes import Place, row_sizes
 from blockdraft.step.step_sizes import Means, StepSize, all_means, even, tight, uneven
 
 ALL_SIZES = 16  # up to this many rows, each number of rows has its own times if all have one width
-MANY_ROWS = 16  # with as many, the tokens of a step are estimated in every second step, and so on
-MOST_STEPS = 4  # for which an estimate is used
+MANY_ROWS = 16  # with as many, the width is chosen in every second step, and so on: it changes slowly
+MOST_KEPT = 3  # steps for which a choice is kept
 BELIEF = 16.0  # weight, in tested drafts, of all rows' chances in the estimate of one row
 FADE = 0.95  # each step scales the older counts by this
 FEW = 3  # steps of few rows fade the counts more slowly, because they hold less evidence
@@ -344,9 +344,8 @@ class WidthController:
         self._all_widths = tuple(widths_for(block))
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
-        self._expected = np.ones(0)  # tokens of a row in a step of each width
-        self._expected_of: tuple[int, ...] = ()  # these widths
-        self._expected_age = MOST_STEPS  # steps since they were computed
+        self._num_kept = 0  # more steps for which the choice is kept
+        self._is_kept = False  # the last step was one of them
         self._dealt: list[int] = []  # the rows' widths when they were last computed, as long
         self._dealt_to: tuple[int, ...] = ()  # the mean width, the other rows' widths, and the rows
         self.last = ChosenStep()
@@ -378,7 +377,7 @@ class WidthController:
         if size.is_even:
             return [size.width] * count
         dealt_to = (mean, *others, *map(id, records))
-        if self._expected_age == 0 or dealt_to != self._dealt_to:
+        if not self._is_kept or dealt_to != self._dealt_to:
             kept = self.chances.kept(records)[:, : size.width - 1]
             num_drafts = min(max(0, size.tokens - sum(others) - count), kept.size)
             self._dealt, self._dealt_to = likeliest_widths(kept, num_drafts), dealt_to
@@ -427,8 +426,13 @@ class WidthController:
 
         `num_others`: the rows beside them, which are assumed to commit one token each.
         """
-        count, widths = len(records) + num_others, self._widths(len(records) + num_others)
-        expected = self._expected_tokens(records, widths)
+        count = len(records) + num_others
+        self._is_kept = self._num_kept > 0 and count == self.last.num_rows
+        if self._is_kept:
+            self._num_kept -= 1
+            return self._width
+        widths = self._widths(count)
+        expected = self._committed(records, widths) / len(records)
         speeds = (len(records) * expected + num_others) / self.costs.by_width(count, widths)
         ready = [is_ready(*self._size(count, width)) for width in widths]
         if any(ready):
@@ -440,22 +444,18 @@ class WidthController:
         self._width = widths[now]
         num_tokens = self._size(count, self._width).tokens
         self.last = ChosenStep(count, self._width, float(expected[now]), num_tokens)
-        if self._width == 1:
+        self._num_kept = min(count // MANY_ROWS, MOST_KEPT)
+        if self._width > 1:
+            width = self._neglected(widths, speeds, now, count)
+        else:
             self._until_try -= 1
-            return 1 if self._until_try > 0 else self._tried_again(records, widths, speeds, count)
-        return self._neglected(widths, speeds, now, count)
-
-    def _expected_tokens(self, records: Sequence[DraftRecord], widths: tuple[int, ...]) -> np.ndarray:
-        """Return the tokens of a row in a step of each width, as estimated in this or the last few steps.
-
-        Many rows' mean changes slowly, and takes longer to estimate.
-        """
-        self._expected_age += 1
-        is_old = self._expected_age > min(len(records) // MANY_ROWS, MOST_STEPS - 1)
-        if is_old or widths != self._expected_of:
-            self._expected, self._expected_of = self._committed(records, widths) / len(records), widths
-            self._expected_age = 0
-        return self._expected
+            width = 1 if self._until_try > 0 else self._tried_again(records, widths, speeds, count)
+        if width != self._width:
+            self._num_kept = 0  # a try is one step
+        elif width == 1:
+            self._num_kept = min(self._num_kept, self._until_try - 1)
+            self._until_try -= self._num_kept
+        return width
 
     def likely_width(self, num_rows: int) -> int:
         """Return the best width of a step of `num_rows` rows that have no drafts counted yet."""
@@ -506,7 +506,7 @@ class WidthController:
             self.chances.count(widths, num_right)
             if self._width == 1 and self._has_paid(mean, num_right):
                 self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
-                self._until_try = 1  # try drafts again in the next step
+                self._until_try, self._num_kept = 1, 0  # try drafts again in the next step
 
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
         """Say if a step committed more tokens than plain steps would have in the same time."""

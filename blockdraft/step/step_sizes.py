@@ -95,7 +95,10 @@ def fill(widths: Items[int], size: StepSize) -> Filled:
 
     A row commits no more tokens than its own width, so padding changes no answer.
     """
-    assert size.has_room(tight(widths))
+    wanted = tight(widths)
+    assert size.has_room(wanted)
+    if size == wanted and size.is_even:
+        return EVEN
     found = [*widths, *(1,) * (size.rows - len(widths))]
     extra = size.tokens - sum(found)
     for row in reversed(range(size.rows)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from operator import itemgetter
 
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
@@ -33,7 +34,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._plain_text = tokenizer.plain_text
+        self._plain_text, self._plain_texts = tokenizer.plain_text, tokenizer.plain_texts
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
@@ -48,9 +49,9 @@ class Detokenizer:
         """Return the new text that cannot change any more; up to 3 final U+FFFD wait for the next token."""
         if self._is_settled and token_ids:
             try:
-                new = "".join(map(self._plain_text, token_ids))  # type: ignore[arg-type]
-            except TypeError:
-                pass  # one is no plain token: its text is None
+                new = "".join(itemgetter(*token_ids)(self._plain_texts))
+            except (TypeError, IndexError):
+                pass  # one is no plain token, or was not looked up before
             else:
                 self._last_plain = token_ids[-1]
                 return new
@@ -178,6 +179,8 @@ class TextStream:
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        # Reads tokens of a stream without stop strings, and returns the text that becomes ready.
+        self.push_plain = self._detokenizer.push
         self._stops = StopStrings(stops, include=include_stop_str_in_output)
         self.has_stops = bool(stops)
         self._can_stop = True
@@ -198,12 +201,6 @@ class TextStream:
             if self._emit(self._detokenizer.push((token_id,))):
                 return number + 1
         return len(token_ids)
-
-    def push_plain(self, token_ids: Sequence[int]) -> str:
-        """Read tokens of a stream without stop strings, and return the text that becomes ready."""
-        assert not self.has_stops
-        assert not self._ready, "it was not taken"
-        return self._detokenizer.push(token_ids)
 
     def take(self) -> str:
         """Return the text that became ready since the last call."""

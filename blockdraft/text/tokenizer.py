@@ -57,6 +57,7 @@ class Tokenizer:
         self._byte_ids = self._find_byte_ids()
         self._decodes_apart = _decodes_apart(self._tokenizer.decoder)
         self.plain_text = functools.cache(self._plain_text)  # computed on demand, to start quickly
+        self.plain_texts: list[str | None] = [None] * self.vocab_size  # those computed so far, by token
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerParts]]:
         """Pickle only the parts, for another process."""
@@ -130,7 +131,12 @@ class Tokenizer:
             return None
         # Decode the token twice and use the second text, as the first may lose its space.
         first, both = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
-        return None if REPLACEMENT in both else both[len(first) :]
+        if REPLACEMENT in both:
+            return None
+        text = both[len(first) :]
+        if token_id < len(self.plain_texts):
+            self.plain_texts[token_id] = text
+        return text
 
     def render(
         self,

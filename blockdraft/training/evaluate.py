@@ -12,7 +12,7 @@ from blockdraft.bench.weak_spots import DraftCounts, where_reached
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.engine.request import Deltas, Metrics, SamplingParams
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.start.loading import load_pair
@@ -114,9 +114,7 @@ def fit_in_engine(
     return fit_of_metrics(ended)
 
 
-def run_engine(
-    engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
-) -> Iterator[Sequence[Delta]]:
+def run_engine(engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]) -> Iterator[Deltas]:
     """Run `engine` until all prompts are answered. Request ids are "0", "1", … in prompt order."""
     waiting = deque(enumerate(asked))
     while waiting or engine.has_work:

@@ -106,7 +106,7 @@ class Arrivals:
         self.now_s = max(self.now_s, end_s)
         seconds, self.collected_s = self.now_s - max(begun_s, self.collected_s), self.now_s
         tokens = () if batch.kind == "prefill" else tuple(self._tokens() for _ in batch.sequences)
-        for delta in self.scheduler.commit(batch, Outcome(tokens), seconds):
+        for delta in self.scheduler.commit(batch, Outcome(tokens), seconds).deltas:
             self.token_times[delta.request_id].append((self.now_s, len(delta.token_ids)))
 
     def _tokens(self):

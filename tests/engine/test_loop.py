@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,9 +43,39 @@ def engine(models):
     return Engine(*models)
 
 
+class Streams:
+    """The outlet of this module's loops: streams of several event loops."""
+
+    def __init__(self):
+        self.outlets, self.streams = Outlets(), {}
+
+    def open(self, loop):
+        stream = Stream(new_request_id(), self.outlets.here(), loop.abort)
+        self.streams[stream.request_id] = stream
+        return stream
+
+    def send(self, deltas):
+        mail = defaultdict(list)
+        for delta in deltas:
+            stream = self.streams[delta.request_id]
+            mail[stream.outlet].append((stream, delta))
+        for outlet, its_mail in mail.items():
+            if not outlet.send(its_mail):
+                for stream, _ in its_mail:
+                    stream.close()
+        return True
+
+    def end(self, request_ids, reason):
+        for stream in map(self.streams.get, request_ids):
+            stream.outlet.send([(stream, reason)])
+
+
+STREAMS = Streams()
+
+
 @pytest.fixture
 def loop(engine):
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS).wait()
     yield loop
     loop.close()
 
@@ -75,14 +106,11 @@ class Gate:
         assert await asyncio.to_thread(self.entered.acquire, timeout=30)
 
 
-OUTLETS = Outlets()
-
-
 async def submit(loop, prompt, sampling):
     """Queue a prompt, and return its stream once the engine has it."""
-    stream = Stream(new_request_id(), OUTLETS.here(), loop.abort)
+    stream = STREAMS.open(loop)
     try:
-        await asyncio.wrap_future(loop.add(prompt, sampling, stream))
+        await asyncio.wrap_future(loop.add(prompt, sampling, stream.request_id))
     except asyncio.CancelledError:
         stream.close()
         raise
@@ -109,7 +137,7 @@ def test_an_idle_engine_prepares_what_later_steps_want(engine, monkeypatch):
         return outcome
 
     monkeypatch.setattr(engine, "prepare", prepare)
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS).wait()
     assert done.wait(30)
     deltas = asyncio.run(collect(loop))
     assert deltas[-1].finish_reason is not None
@@ -126,7 +154,7 @@ def test_a_failure_to_prepare_ends_nothing(engine, monkeypatch, caplog):
         raise RuntimeError("no memory for a graph")
 
     monkeypatch.setattr(engine, "prepare", prepare)
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS).wait()
     assert failed.wait(30)
     assert asyncio.run(collect(loop))[-1].finish_reason is not None
     assert loop.error is None
@@ -380,7 +408,7 @@ def test_a_start_that_fails_is_answered_with_its_reason():
             assert release.wait(30)
             raise ModelError("no such weights.")
 
-    loop = EngineLoop(make)
+    loop = EngineLoop(make, STREAMS)
     assert (loop.engine_info, loop.snapshot()) == (None, None)
     release.set()
     loop.wait()
@@ -400,7 +428,7 @@ def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypat
 
 
 def test_close_ends_live_requests_and_leaves_the_engine_clean(engine):
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS).wait()
 
     async def close_while_running():
         stream = await submit(loop, PROMPT, LONG)
@@ -426,7 +454,7 @@ def test_without_work_the_thread_sleeps(models):
             return super().has_work
 
     engine = Counting(*models)
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS).wait()
     asyncio.run(collect(loop))
     loop._thread.join(timeout=0.05)  # let it reach its queue
     before = engine.num_looks
@@ -442,7 +470,7 @@ def test_an_output_is_compiled_while_the_engine_goes_on(models, monkeypatch):
     """Beside its thread; an invalid one is raised at the caller, and who gives up meanwhile is forgotten."""
     engine = Engine(replace(models[0], tokenizer=json_tokens.tokenizer()), models[1])
     loop, may_compile, guide_of = (
-        EngineLoop(lambda startup: engine).wait(),
+        EngineLoop(lambda startup: engine, STREAMS).wait(),
         threading.Event(),
         engine.guide_of,
     )
@@ -478,7 +506,7 @@ def test_an_output_is_compiled_while_the_engine_goes_on(models, monkeypatch):
 
 def test_a_request_that_would_wait_too_long_is_refused_before_it_waits(engine):
     engine.scheduler._wait.learn(100.0)  # seconds that an answer keeps its row
-    loop = EngineLoop(lambda startup: engine, max_wait_s=20.0).wait()
+    loop = EngineLoop(lambda startup: engine, STREAMS, max_wait_s=20.0).wait()
 
     async def crowd():
         rows = [await submit(loop, PROMPT, LONG) for _ in range(4)]

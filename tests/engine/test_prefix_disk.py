@@ -296,7 +296,7 @@ def test_a_write_that_fails_or_is_killed_leaves_the_prefixes_before(folder, monk
 def test_a_loop_keeps_prefixes_when_it_is_closed(tmp_path, answers):
     engine, _ = restart(tmp_path / "new")
     tiny.run(engine, REQUESTS)
-    loop = EngineLoop(lambda startup: engine).wait()
+    loop = EngineLoop(lambda startup: engine, None).wait()
     assert loop.engine_info.write_s == module.WRITE_S
     loop.close()
     assert found(restart_after(engine, tmp_path / "new"), REQUESTS[0]) == (answers[0][0], 40)

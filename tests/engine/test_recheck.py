@@ -2,7 +2,6 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,16 +129,15 @@ def test_a_served_engine_checks_when_nobody_asks(monkeypatch):
     ended = threading.Event()
 
     class Outlet:
-        def send(self, mail):
-            if any(delta.finish_reason is not None for _, delta in mail):
+        def send(self, deltas):
+            if any(delta.finish_reason is not None for delta in deltas):
                 ended.set()
             return True
 
-    receiver = SimpleNamespace(request_id="one", outlet=Outlet())
-    loop = EngineLoop(lambda startup: tiny.engine(), recheck_share=1.0).wait()
+    loop = EngineLoop(lambda startup: tiny.engine(), Outlet(), recheck_share=1.0).wait()
     for number in (1, 2):
         ended.clear()
-        loop.add(PROMPT, GREEDY, receiver).result()
+        loop.add(PROMPT, GREEDY, "one").result()
         assert ended.wait(30)
         while loop.snapshot().num_rechecked < number:
             pass

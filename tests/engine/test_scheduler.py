@@ -57,7 +57,7 @@ class Bench:
 
     def commit(self, batch, num_tokens=1):
         rows = batch.sequences if batch.kind == "decode" else ()
-        deltas = self.scheduler.commit(batch, Outcome(tuple((7,) * num_tokens for _ in rows)))
+        deltas = self.scheduler.commit(batch, Outcome(tuple((7,) * num_tokens for _ in rows))).deltas
         self.pages.check(one.pages for one in self.scheduler.running)
         return deltas
 
@@ -322,7 +322,7 @@ def test_an_abort_frees_row_and_pages_at_once_and_the_step_in_flight_is_not_look
     assert bench.pages.num_free == bench.pages.num_pages
     assert bench.scheduler.has_work is False
     assert {running.finish_reason, waiting.finish_reason} == {"abort"}
-    assert bench.commit(in_flight) == []
+    assert not bench.commit(in_flight)
     assert running.num_output == 0
 
 

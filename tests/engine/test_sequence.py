@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.dummy import byte_tokenizer
-from blockdraft.engine.request import Request, SamplingParams
+from blockdraft.engine.request import Delta, Request, SamplingParams
 from blockdraft.engine.sequence import Sequence
 from blockdraft.text.detokenizer import TextStream
 from blockdraft.text.tokenizer import Tokenizer
@@ -80,10 +80,17 @@ def test_an_answer_ends_inside_a_block_where_its_tokens_one_by_one_would(data: s
         stop_token_ids=data.draw(st.sampled_from([(), tuple(end_ids)])),
         include_stop_str_in_output=data.draw(st.booleans()),
     )
-    sequence, deltas, at = sequence_of(params, end_ids), [], 0
+    sequence, twin, deltas, at = sequence_of(params, end_ids), sequence_of(params, end_ids), [], 0
     while at < len(token_ids) and sequence.finish_reason is None:
         size = data.draw(st.integers(1, 8))
-        deltas.append(sequence.accept(tuple(token_ids[at : at + size]), (), 1.0, size))
+        block = tuple(token_ids[at : at + size])
+        piece = twin.go_on(block, size)
+        deltas.append(sequence.accept(block, (), 1.0, size))
+        assert deltas[-1] == (Delta(*piece) if piece else twin.accept(block, (), 1.0, size))
+        assert (twin.token_ids, twin.length) == (sequence.token_ids, sequence.length)
+        assert (twin.tally, twin.finish_reason) == (sequence.tally, sequence.finish_reason)
+        may_end = sequence.finish_reason is not None or not end_ids.isdisjoint(block)
+        assert (piece is None) == (at == 0 or bool(params.stops) or may_end)
         at += size
     tokens = [token for delta in deltas for token in delta.token_ids]
     text = "".join(delta.text for delta in deltas)

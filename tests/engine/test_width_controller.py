@@ -332,6 +332,17 @@ def test_the_chances_of_many_rows_are_read_every_few_steps(monkeypatch):
     assert len(read) == 1
 
 
+def test_many_rows_try_drafts_as_often_as_one_and_for_one_step():
+    tries, places = [], [*CORNERS, (1, 2), (256, 2)]
+    for num_rows in (1, 16, 64):
+        controller = controller_for(lambda rows, width: 1.0 + 0.3 * (width > 1), places, chance=0.1, first=1)
+        records = [DraftRecord() for _ in range(num_rows)]
+        tries.append([step for step in range(100) if controller.next_width(records) > 1])
+    assert tries == [tries[0]] * 3
+    assert len(tries[0]) > 3
+    assert 1 not in np.diff(tries[0])
+
+
 def tell(controller, records, rows, widths, num_right, seconds):
     for row, width, count in zip(rows, widths, num_right, strict=True):
         records[row].count(width, count)

@@ -13,7 +13,7 @@ import pytest
 
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.request import Deltas, SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.structured_output import StructuredOutputs
@@ -194,7 +194,7 @@ def test_a_start_that_fails_says_why():
 
 def test_a_step_that_does_not_come_back_is_told(engine, monkeypatch):
     hung, release = threading.Event(), threading.Event()
-    monkeypatch.setattr(engine, "step", lambda: release.wait(30) and [])
+    monkeypatch.setattr(engine, "step", lambda: release.wait(30) and Deltas())
     with remote_engine(lambda startup: engine, lambda remote: hung.set(), step_timeout_s=0.05) as remote:
 
         async def ask():

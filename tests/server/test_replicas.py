@@ -14,7 +14,7 @@ import pytest
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import Fingerprint
-from blockdraft.engine.request import ANYONE, Delta, Metrics, SamplingParams, TokenLogprobs
+from blockdraft.engine.request import ANYONE, Delta, Deltas, Metrics, SamplingParams, TokenLogprobs
 from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
 from blockdraft.errors import ModelError
 from blockdraft.grammar.structured_output import StructuredOutputs
@@ -339,7 +339,7 @@ def test_an_engine_that_fails_or_hangs_is_replaced():
             engine = made(0.003)(startup)
             if not hung:
                 hung.append(number)
-                engine.step = (lambda: 1 / 0) if number else (lambda: time.sleep(3) or [])
+                engine.step = (lambda: 1 / 0) if number else (lambda: time.sleep(3) or Deltas())
             return engine
 
         return make

@@ -325,7 +325,7 @@ def test_serve_ends_with_one_line(machine, monkeypatch, capsys):
     from blockdraft.engine.loop import EngineLoop
 
     loop = EngineLoop(
-        lambda startup: start_engine(Settings(model=tiny.TARGET, device="cuda"), startup)
+        lambda startup: start_engine(Settings(model=tiny.TARGET, device="cuda"), startup), None
     ).wait()
     loop.close()
     assert exit_code(args, loop.error, was_ready=False) == 2

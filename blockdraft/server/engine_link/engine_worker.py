@@ -6,9 +6,8 @@ import functools
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.request import Delta, SamplingParams, Turn, delta_values
-from blockdraft.engine.streams import EngineStopped, Mail
+from blockdraft.engine.request import Delta, Deltas, SamplingParams, Turn
+from blockdraft.engine.streams import EngineStopped
 from blockdraft.engine.watchdog import Watchdog
 from blockdraft.errors import BlockdraftError
 from blockdraft.phases import StartProgress
@@ -55,7 +54,7 @@ def run_engine(
         engine.restored = engine.restored._replace(tree=())  # it is not needed here
         return engine
 
-    loop = EngineLoop(make, startup, recheck_share, max_wait_s)
+    loop = EngineLoop(make, server, startup, recheck_share, max_wait_s)
     watchdog = Watchdog(
         loop,
         step_timeout_s,
@@ -83,19 +82,17 @@ def _add(
     turn: tuple[int, tuple[str, ...]],  # of a Turn, which pickle makes by Python code
     seed: int,
 ) -> None:
-    stream = _RemoteStream(request_id, server)
-
     def reply(added: Future[None]) -> None:
         if added.cancelled():  # aborted before the engine got it: no delta will follow
             ends = [Delta(request_id, i, "", (), finish_reason="abort") for i in range(sampling.n)]
             ends[-1].ends_request = True
-            server.send([(stream, end) for end in ends])
+            server.send(Deltas(others=ends))
             return
         error = added.exception()
         if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
-    loop.add(prompt_ids, sampling, stream, Turn(*turn), seed).add_done_callback(reply)
+    loop.add(prompt_ids, sampling, request_id, Turn(*turn), seed).add_done_callback(reply)
 
 
 def _for_another_process(error: BaseException) -> BaseException:
@@ -106,16 +103,8 @@ def _for_another_process(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class _RemoteStream:
-    """Represents a stream of the server's process."""
-
-    request_id: str
-    outlet: _Server
-
-
 class _Server:
-    """The server at the other end; the outlet of all streams. Any thread may call `tell`."""
+    """The server at the other end; the engine's outlet. Any thread may call `tell`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -142,8 +131,8 @@ class _Server:
             return False
         return True
 
-    def send(self, mail: Mail) -> bool:
-        """Send a step's deltas as tuples of their values, and the errors that end requests."""
-        deltas = [delta_values(item) for _, item in mail if isinstance(item, Delta)]
-        errors = [(one.request_id, item) for one, item in mail if not isinstance(item, Delta)]
-        return self.tell("deltas", deltas, errors)
+    def send(self, deltas: Deltas) -> bool:
+        return self.tell("deltas", deltas.values(), [])
+
+    def end(self, request_ids: Collection[str], reason: EngineStopped) -> None:
+        self.tell("deltas", [], [(request_id, reason) for request_id in request_ids])

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, ends_request
+from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Item, Mail, ends_request
 from blockdraft.errors import CapacityError
 from blockdraft.phases import StartState
 from blockdraft.server.engine_link.engine_process import end_of
@@ -283,7 +283,7 @@ class RemoteEngine:
         return live
 
     def _take_items(self, items: Iterable[tuple[str, Item]]) -> None:
-        mail: dict[Outlet, Mail] = defaultdict(list)
+        mail: dict[EventLoopOutlet, Mail] = defaultdict(list)
         for request_id, item in items:
             live = self._live.get(request_id)
             if live is None:
@@ -293,8 +293,8 @@ class RemoteEngine:
                 mail[live.stream.outlet].append((live.stream, rest))
         for outlet, its_mail in mail.items():
             if not outlet.send(its_mail):
-                for receiver, _ in its_mail:
-                    self.abort(receiver.request_id)
+                for stream, _ in its_mail:
+                    self.abort(stream.request_id)
 
     def _rest(self, live: LiveRequest, item: Item) -> Item | None:
         """Return what the client does not have of an item; forget a request that ends with it."""
