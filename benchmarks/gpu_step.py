@@ -307,7 +307,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
     parser.add_argument(
-        "--governor",
+        "--chosen-widths",
         action="store_true",
         help="also serve requests whose widths are chosen by the step",
     )
@@ -317,8 +317,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if args.governor and (args.committed is None or max(args.width) == 1):
-        parser.error("--governor needs --committed and a --width above 1: by them drafts are kept.")
+    if args.chosen_widths and (args.committed is None or max(args.width) == 1):
+        parser.error("--chosen-widths needs --committed and a --width above 1: by them drafts are kept.")
     return args
 
 
@@ -367,13 +367,13 @@ def main() -> None:
     if args.committed is not None and has_drafter:
         rates = acceptance_rates(f"mean:{args.committed}", width=plan.width, block=plan.block)
         models = replace(models, rates=rates)
-    served, governed = [], []
+    served, chosen = [], []
     for rows in args.rows:
         if args.engine:
             wide = max(args.width)
             served.append(freed(time_engine, (models, plan), num_rows=rows, width=wide, context=args.context))
-        if args.governor:
-            governed.append(freed(time_chosen_widths, (models, plan), num_rows=rows, context=args.context))
+        if args.chosen_widths:
+            chosen.append(freed(time_chosen_widths, (models, plan), num_rows=rows, context=args.context))
     result = {
         "what": "random weights; steps by CUDA graph replay",
         "gpu": torch.cuda.get_device_name(),
@@ -382,22 +382,22 @@ def main() -> None:
         **record.context(),
         "steps": found,
         "engine": served,
-        "governed": governed,
+        "chosen_widths": chosen,
     }
     record.save(args.json, result)
     _print(result, found, args.committed)
-    _print_served(served, governed)
+    _print_served(served, chosen)
 
 
-def _print_served(served: list[dict[str, object]], governed: list[dict[str, object]]) -> None:
+def _print_served(served: list[dict[str, object]], chosen: list[dict[str, object]]) -> None:
     if served:
         names = ("ms", "bare ms", "host gap", "tok/s", "committed")
         keys = ("engine_ms", "bare_ms", "host_gap", "tokens_per_s", "committed_per_step")
         rows = [[f"{one['rows']} rows, width {one['width']}", *(one[key] for key in keys)] for one in served]
         print(record.table(["through Engine.step, temperature 1, top_p", *names], rows))
-    if governed:
+    if chosen:
         keys = ("tokens_per_s", "mean_width", "committed_per_step", "engine_ms")
-        rows = [[f"{one['rows']} rows", *(one[key] for key in keys)] for one in governed]
+        rows = [[f"{one['rows']} rows", *(one[key] for key in keys)] for one in chosen]
         print(record.table(["widths chosen step by step", "tok/s", "mean width", "committed", "ms"], rows))
 
 

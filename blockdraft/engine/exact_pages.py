@@ -25,7 +25,7 @@ class ExactPages:
         self, *, num_pages: int, first: int, page_size: int, compressed_end_at: Callable[[int], int]
     ) -> None:
         self.page_size = page_size
-        self._cold_end = compressed_end_at
+        self._compressed_end_at = compressed_end_at
         self._all = range(first, num_pages)
         self._blank = list(reversed(self._all))
         self._holders = [0] * num_pages
@@ -80,13 +80,13 @@ class ExactPages:
 
     def needed(self, num_pages: int) -> list[int]:
         """Return which pages must be exact to continue from a prefix of `num_pages` full pages."""
-        behind = self._cold_end(num_pages * self.page_size) // self.page_size
+        behind = self._compressed_end_at(num_pages * self.page_size) // self.page_size
         first = min(-(-TILE // self.page_size), behind)
         return [*range(first), *range(behind, num_pages)]
 
     def first_needed(self, length: int) -> int:
         """Return the first page after the first tile that a row of `length` tokens must hold."""
-        behind = self._cold_end(length // self.page_size * self.page_size) // self.page_size
+        behind = self._compressed_end_at(length // self.page_size * self.page_size) // self.page_size
         return max(behind, -(-TILE // self.page_size))
 
     def keep(self, node: int, page: int) -> None:

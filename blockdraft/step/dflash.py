@@ -22,7 +22,7 @@ from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import TREE_KINDS
 from blockdraft.models.kernel_module import with_kernels
-from blockdraft.step.ngram import recall
+from blockdraft.step.ngram import overwrite_matches
 
 
 class DFlashDrafter:
@@ -69,7 +69,7 @@ class DFlashDrafter:
             drafts = self.propose_stream(hidden, anchor, view.starts, rows, view.draft_places)
         block = torch.cat((anchor, drafts), dim=1)
         if self.draft_ngram:
-            recall(block, rows, view, self.draft_ngram)
+            overwrite_matches(block, rows, view, self.draft_ngram)
         return block
 
     @property

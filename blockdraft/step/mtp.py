@@ -18,7 +18,7 @@ from blockdraft.cache.view import CacheView, View
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.mtp import MtpHead
-from blockdraft.step.ngram import recall
+from blockdraft.step.ngram import overwrite_matches
 
 
 class MtpDrafter:
@@ -55,7 +55,7 @@ class MtpDrafter:
             block.append(rows.kernels.choose(logits, view.starts + (column - 1), block[-1], rows.sampling()))
         drafted = torch.cat(block, dim=1)
         if self.draft_ngram:
-            recall(drafted, rows, view, self.draft_ngram)
+            overwrite_matches(drafted, rows, view, self.draft_ngram)
         return drafted
 
     def run(self, token_ids: Tensor, hidden: Tensor, view: View) -> Tensor:

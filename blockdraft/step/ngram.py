@@ -1,6 +1,6 @@
 """NgramDrafter: if a row's last tokens have occurred before, drafts the tokens that followed them then.
 
-It has no weights. With another drafter, `recall` overwrites that drafter's drafts if enough tokens match.
+It has no weights. With another drafter, `overwrite_matches` replaces its drafts if enough tokens match.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class NgramDrafter(Weightless):
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Draft the tokens that followed the match. Without a match, repeat the anchor."""
         block = rows.anchor[rows.active][:, None].repeat(1, width)
-        recall(block, rows, view, self.least)
+        overwrite_matches(block, rows, view, self.least)
         return block
 
 
-def recall(block: Tensor, rows: Rows, view: CacheView, least: int) -> None:
+def overwrite_matches(block: Tensor, rows: Rows, view: CacheView, least: int) -> None:
     """Overwrite the drafts [R, width] of the active rows whose last `least` tokens have occurred before."""
     assert rows.history is not None, "the plan says that drafts come from it"
     if block.shape[1] > 1:

@@ -48,13 +48,11 @@ def _bf16(bits):
 
 
 def _fma(a, b, c):
-    def half(shift):
-        x, y, z = (_bf16(one >> shift & 0xFFFF) for one in torch.broadcast_tensors(a, b, c))
-        bits = _to_bfloat16(x * y + z).float().view(torch.int32).to(torch.int64) & ALL
-        assert not (bits & 0xFFFF).any()
-        return bits >> 16
-
-    return half(0) | half(16) << 16
+    halves = (torch.stack((one, one >> 16)) & 0xFFFF for one in torch.broadcast_tensors(a, b, c))
+    x, y, z = map(_bf16, halves)
+    bits = _to_bfloat16(x * y + z).float().view(torch.int32).to(torch.int64) & ALL
+    assert not (bits & 0xFFFF).any()
+    return bits[0] >> 16 | bits[1]
 
 
 def _f16(bits):

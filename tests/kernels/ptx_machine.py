@@ -123,9 +123,8 @@ class Machine:
     def _load(self, name, text, mask):
         targets, place = re.fullmatch(r"(.*), (\[.*\])", text).groups()
         targets = targets.strip("{}").split(", ")
-        places, values = self._place(place), np.zeros((_THREADS, len(targets)), np.uint32)
-        for i in range(_THREADS):
-            at, size = int(places[i]), 4 * len(targets)
+        size, values = 4 * len(targets), np.zeros((_THREADS, len(targets)), np.uint32)
+        for i, at in enumerate(self._place(place).tolist()):
             assert at % size == 0, "aligned"
             row = self.shared[at : at + size] if "shared" in name else self._bytes(at, size)
             values[i] = row.view(np.uint32)
@@ -141,10 +140,8 @@ class Machine:
         else:
             to, source, *sizes = re.findall(r"\[.*?\]|\w+", text)
             count = self._read(sizes[1]) if len(sizes) > 1 else torch.full((_THREADS,), 16)
-            group = [
-                (int(self._place(to)[i]), int(self._place(source)[i]), int(count[i]))
-                for i in torch.nonzero(mask).flatten().tolist()
-            ]
+            copies = torch.stack((self._place(to), self._place(source), count))
+            group = copies[:, mask].T.tolist()
             if self.is_early:
                 self._finish(group)
             else:
@@ -152,9 +149,9 @@ class Machine:
 
     def _fetch(self, text, mask):
         place, size = text.split(", ")
-        sizes = self._read(size).expand(_THREADS)
-        for i in torch.nonzero(mask).flatten().tolist():
-            self._bytes(int(self._place(place)[i]), int(sizes[i]))
+        fetched = torch.stack((self._place(place), self._read(size).expand(_THREADS)))
+        for address, count in fetched[:, mask].T.tolist():
+            self._bytes(address, count)
 
     def _finish(self, group):
         for to, source, count in group:

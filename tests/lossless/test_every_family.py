@@ -517,7 +517,7 @@ def test_many_more_configurations_and_schedules(family, seed, case):
 
 # ---- compressed keys and values
 
-COLD_NAMES = {
+COMPRESSED_NAMES = {
     "llama-llama3": ("tq4", "tq4v3"),
     "qwen3-slides": ("int8",),
     "qwen3_next-whole": ("tq4v3", "fp8"),
@@ -534,7 +534,7 @@ def long_pair(name):
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     slow_but(
-        [(name, kind) for name, kinds in COLD_NAMES.items() for kind in kinds],
+        [(name, kind) for name, kinds in COMPRESSED_NAMES.items() for kind in kinds],
         ("llama-llama3", "tq4v3"),
         ("qwen3_next-whole", "fp8"),
         ("gemma4-shared", "int8"),

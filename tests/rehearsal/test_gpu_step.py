@@ -78,7 +78,7 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("release"))
-    flags = ["--rows", "128", "--width", "1", "8", "--engine", "--governor", "--committed", "4"]
+    flags = ["--rows", "128", "--width", "1", "8", "--engine", "--chosen-widths", "--committed", "4"]
     monkeypatch.setattr(sys, "argv", ["gpu_step", *flags])
     gc.disable()
     try:
@@ -86,4 +86,4 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
     finally:
         gc.enable()
     assert events[:-1] == ["release", *["begin", "release"] * 4]
-    assert [len(events[-1][name]) for name in ("steps", "engine", "governed")] == [2, 1, 1]
+    assert [len(events[-1][name]) for name in ("steps", "engine", "chosen_widths")] == [2, 1, 1]
