@@ -89,12 +89,14 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
     out = kv_mma.attend(there.q, there.pages, blocks, there.mask, None)
     result: dict[str, object] = {}
     for level, parts in enumerate((kv_mma.MAX_SEGMENTS, kv_mma.MAX_SEGMENTS // kv_mma.RUN, 1)):
-        for columns, warps in ((16, 1), (32, 2), (64, 4)):
+        for columns, warps, is_wide in ((16, 1, False), (32, 2, False), (64, 4, False), (64, 4, True)):
             if columns < shared or (level == 0 and sum(blocks.counts) > 200):
                 continue
-            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts)
+            if is_wide and torch.cuda.get_device_capability()[0] != 9:
+                continue
+            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts, is_wide)
             got = kv_mma.attend(there.q, there.pages, blocks, there.mask, None, config)
-            result[f"level {level}, {columns} columns"] = torch.equal(got, out)
+            result[f"level {level}, {columns} columns{', wide' * is_wide}"] = torch.equal(got, out)
     begin = 0
     for row, count in enumerate(blocks.counts):
         for column in range(max(0, count - 16), count):
