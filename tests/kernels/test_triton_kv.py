@@ -154,7 +154,7 @@ SERVED_MASKS = {"causal": {}, "window": {"window": 40}, "wide": {"window": 150}}
 
 @pytest.mark.parametrize(("form", "dim", "name", "has_sinks"), SERVED, ids=str)
 def test_heads_and_masks_of_the_families_have_equal_bits_at_every_width(form, dim, name, has_sinks):
-    """Of Qwen3.5 (256), Gemma 4 (256 and 512, windows), gpt-oss (64, windows and sinks), drafters (windows)."""
+    """Of Qwen3.5 (256), Gemma 4 (256 and 512, windows), gpt-oss (64, windows, sinks), drafters."""
     mask = Mask(scale=dim**-0.5, **SERVED_MASKS[name])
     case = small(form=form, dim=dim, lengths=(211,), counts=(4,), dtype=HALF, mask=mask)
     sinks = torch.tensor([0.5, -1.0]) if has_sinks else None

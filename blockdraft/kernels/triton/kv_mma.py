@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.kv_compressed import CompressedPages
-from blockdraft.kernels.kv_formats import CARD_HEAD_DIMS, CARD_PAGE, TILE
+from blockdraft.kernels.kv_formats import CARD, TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
@@ -76,6 +76,7 @@ from blockdraft.kernels.triton.launch import (
     wait_for_previous,
 )
 
+HEAD_DIMS = (64, 128)  # the operands of wider heads need too many registers
 ENOUGH_WARPS = 1024  # enough to keep a large GPU busy
 _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
@@ -502,17 +503,12 @@ def _merge_kernel(
 # ---- the host's side
 
 
-def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Return whether engines have been tested with compressed keys for such heads, pages and GPU."""
-    is_half = dtype == torch.bfloat16 and head_dim in CARD_HEAD_DIMS and page_size % CARD_PAGE == 0
-    return is_half and device.type == "cuda" and has_pdl(device)
-
-
 def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
     """Return whether this kernel serves the layer; it depends on the model and the GPU, not on the batch."""
     is_kind = {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
-    is_tested = has_shape(q.shape[2], q.dtype, blocks.page_size, q.device)
-    return is_kind and is_tested and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
+    is_half = q.dtype == torch.bfloat16 and q.shape[2] in HEAD_DIMS and blocks.page_size % CARD.page == 0
+    has_shape = is_half and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
+    return is_kind and has_shape and has_pdl(q.device)
 
 
 def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int, has_wgmma: bool) -> Config:
