@@ -1,4 +1,4 @@
-"""Compressed keys and values on a card: the tokens of plain decoding, for all that `kv_formats.CARD` may say."""
+"""Compressed keys and values on a card: the tokens of plain decoding, for all that `CARD` may serve."""
 
 import pytest
 import torch
