@@ -304,6 +304,9 @@ def _arguments() -> argparse.Namespace:
         default=["auto"],
         help="of the target's keys and values; served requests have the last of several",
     )
+    parser.add_argument(
+        "--draft-kv-dtype", default="auto", help="of the drafter's, where the target's are not exact"
+    )
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
     parser.add_argument(
@@ -344,6 +347,7 @@ def main() -> None:
             quantization=args.quantization,
             draft_quantization=args.draft_quantization,
             kv_dtype=kv_dtype,
+            draft_kv_dtype="auto" if kv_dtype == "auto" else args.draft_kv_dtype,
         )
         found += [
             {

@@ -19,12 +19,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.failure import kernel_errors
 
-HEADS, GROUPS, DIM = 32, 8, 128  # Qwen3-8B
 FORMS = ("tq4", "tq4v3", "int8", "fp8")
-SHAPES = ((1, 1024), (1, 32 * 1024), (8, 32 * 1024), (1, 128 * 1024))  # rows, tokens of each
+CONTEXTS = ("1x1024", "1x32768", "8x32768", "1x131072")  # rows, tokens of each
 PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The heads of one layer."""
+
+    heads: int
+    groups: int
+    dim: int
+    window: int | None = None
+    has_sinks: bool = False
+
+    def mask(self) -> Mask:
+        return Mask(scale=self.dim**-0.5, window=self.window)
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        return torch.linspace(-1, 2, self.heads, device=device).bfloat16() if self.has_sinks else None
+
+
+SHAPES = {
+    "qwen3-8b": Shape(32, 8, 128),
+    "smollm2-135m": Shape(9, 3, 64),
+    "qwen3.5-35b-a3b": Shape(16, 2, 256),
+    "gemma-4-global": Shape(32, 4, 512),
+    "gemma-4-window": Shape(32, 16, 256, window=1024),
+    "gpt-oss-window": Shape(64, 8, 64, window=128, has_sinks=True),
+    "drafter-window": Shape(32, 8, 128, window=4096),
+}
 Calls = Callable[..., Callable[[], None]]
 
 
@@ -57,13 +85,19 @@ class Report:
 # ---- right
 
 
-def check(report: Report, device: torch.device) -> None:
-    for form in FORMS:
-        report.item(f"compress {form}", lambda form=form: _check_compress(form, device))
-        report.item(f"attend {form}", lambda form=form: _check_attend(form, device))
-    for number, shape in enumerate(RAGGED):
-        report.item(f"bits {number}", lambda shape=shape: _check_bits(shape, device))
-    report.item("heads turned", lambda: _check_heads(device))
+def check(report: Report, shapes: list[str], forms: list[str], device: torch.device) -> None:
+    for name in shapes:
+        shape = SHAPES[name]
+        for form in forms:
+            report.item(
+                f"compress {form} {name}", lambda form=form, shape=shape: _check_compress(form, shape, device)
+            )
+            report.item(
+                f"attend {form} {name}", lambda form=form, shape=shape: _check_attend(form, shape, device)
+            )
+        report.item(f"heads turned {name}", lambda shape=shape: _check_heads(shape, device))
+    for number, ragged in enumerate(RAGGED):
+        report.item(f"bits {number}", lambda ragged=ragged: _check_bits(ragged, device))
 
 
 # Rows of unequal lengths and counts: a border of segments inside a block, a prefill, few and many columns.
@@ -89,12 +123,14 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
     out = kv_mma.attend(there.q, there.pages, blocks, there.mask, None)
     result: dict[str, object] = {}
     for level, parts in enumerate((kv_mma.MAX_SEGMENTS, kv_mma.MAX_SEGMENTS // kv_mma.RUN, 1)):
-        for columns, warps in ((16, 1), (32, 2), (64, 4)):
+        for columns, warps, is_wide in ((16, 1, False), (32, 2, False), (64, 4, False), (64, 4, True)):
             if columns < shared or (level == 0 and sum(blocks.counts) > 200):
                 continue
-            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts)
+            if is_wide and torch.cuda.get_device_capability()[0] != 9:
+                continue
+            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts, is_wide)
             got = kv_mma.attend(there.q, there.pages, blocks, there.mask, None, config)
-            result[f"level {level}, {columns} columns"] = torch.equal(got, out)
+            result[f"level {level}, {columns} columns{', wide' * is_wide}"] = torch.equal(got, out)
     begin = 0
     for row, count in enumerate(blocks.counts):
         for column in range(max(0, count - 16), count):
@@ -112,16 +148,19 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
     return {"status": "PASS" if all(result.values()) else "FAIL", **result}
 
 
-def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int) -> object:
+def _case(
+    form: str, shape: Shape, device: torch.device, lengths: tuple[int, ...], width: int
+) -> tuple[object, object]:
     from tests.kernels import compressed_case
 
     case = compressed_case.make(
         form=form,
         lengths=lengths,
         counts=(width,) * len(lengths),
-        heads=HEADS,
-        groups=GROUPS,
-        dim=DIM,
+        heads=shape.heads,
+        groups=shape.groups,
+        dim=shape.dim,
+        mask=shape.mask(),
         dtype=torch.bfloat16,
     )
     return case, compressed_case.on(case, device)
@@ -132,11 +171,11 @@ def _moved(tiles: object, device: torch.device) -> object:
     return replace(tiles, **{name: getattr(tiles, name).to(device) for name in names})
 
 
-def _check_compress(form: str, device: torch.device) -> dict[str, object]:
+def _check_compress(form: str, shape: Shape, device: torch.device) -> dict[str, object]:
     from blockdraft.kernels.kv_compressed import reference_compress
     from blockdraft.kernels.triton.kv_compress import compress
 
-    case, there = _case(form, device, (1000, 300), 16)
+    case, there = _case(form, shape, device, (1000, 300), 16)
     tiles = _moved(case.tiles, device)
     wanted = copy.deepcopy(there)
     reference_compress(wanted.pages, tiles)
@@ -152,23 +191,24 @@ def _check_compress(form: str, device: torch.device) -> dict[str, object]:
     return {"status": "PASS" if is_good else "FAIL", **result}
 
 
-def _check_attend(form: str, device: torch.device) -> dict[str, object]:
+def _check_attend(form: str, shape: Shape, device: torch.device) -> dict[str, object]:
     from blockdraft.kernels.attention import Blocks
     from blockdraft.kernels.kv_compressed import reference_attend_compressed_paged, reference_compress
+    from blockdraft.kernels.triton import kv_mma
     from blockdraft.kernels.triton.kv_attention import attend_compressed
 
-    case, there = _case(form, device, (1290, 203), 16)  # both have their border in the block
-    pages, blocks, mask = there.pages, there.blocks, there.mask
+    case, there = _case(form, shape, device, (1290, 203), 16)  # both have their border in the block
+    pages, blocks, mask, sinks = there.pages, there.blocks, there.mask, shape.sinks(device)
     reference_compress(pages, _moved(case.tiles, device))
     wide = pages._replace(exact_keys=pages.exact_keys.float(), exact_values=pages.exact_values.float())
-    expected = reference_attend_compressed_paged(there.q.float(), wide, blocks, mask)
-    out = attend_compressed(there.q, pages, blocks, mask)
+    expected = reference_attend_compressed_paged(there.q.float(), wide, blocks, mask, sinks)
+    out = attend_compressed(there.q, pages, blocks, mask, sinks)
     error = ((out.float() - expected).norm() / expected.norm()).item()
-    folded = out  # `_check_bits` has those of tq4
-    if form != "tq4":
-        config = replace(_config(2, 16), parts=1)
-        folded = attend_compressed(there.q, pages, blocks, mask, None, config)
-    narrow = torch.empty_like(out).view(2, 16, HEADS, DIM)
+    folded = out
+    if not kv_mma.serves(there.q, pages, blocks, mask):  # `_check_bits` has those that it serves
+        config = replace(_config(shape, 2, 16), parts=1)
+        folded = attend_compressed(there.q, pages, blocks, mask, sinks, config)
+    narrow = torch.empty_like(out).view(2, 16, shape.heads, shape.dim)
     for column in range(16):
         one = Blocks(
             pages=blocks.table,
@@ -177,8 +217,8 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
             counts=(1, 1),
             page_size=blocks.page_size,
         )
-        q = there.q.view(2, 16, HEADS, DIM)[:, column].contiguous()
-        narrow[:, column] = attend_compressed(q, pages, one, mask)
+        q = there.q.view(2, 16, shape.heads, shape.dim)[:, column].contiguous()
+        narrow[:, column] = attend_compressed(q, pages, one, mask, sinks)
     is_folded, is_narrow = torch.equal(folded, out), torch.equal(narrow.view_as(out), out)
     is_good = error < 1e-2 and is_folded and is_narrow
     return {
@@ -189,20 +229,21 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
     }
 
 
-def _check_heads(device: torch.device) -> dict[str, object]:
+def _check_heads(shape: Shape, device: torch.device) -> dict[str, object]:
     from blockdraft.kernels import kv_codec
     from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation
     from blockdraft.kernels.triton.pointwise import norm_rope_write
 
+    heads, groups, dim = shape.heads, shape.groups, shape.dim
     rng = torch.Generator(device).manual_seed(0)
-    q, k, v = (torch.randn(5, n, DIM, generator=rng, device=device) for n in (HEADS, GROUPS, GROUPS))
-    norms = HeadNorms(*(torch.rand(DIM, generator=rng, device=device) for _ in range(2)), 1e-6)
-    angle = torch.randn(5, 1, DIM // 2, generator=rng, device=device)
-    rotation = Rotation(kv_codec.signs(DIM, device), torch.randn(GROUPS, DIM, generator=rng, device=device))
+    q, k, v = (torch.randn(5, n, dim, generator=rng, device=device) for n in (heads, groups, groups))
+    norms = HeadNorms(*(torch.rand(dim, generator=rng, device=device) for _ in range(2)), 1e-6)
+    angle = torch.randn(5, 1, dim // 2, generator=rng, device=device)
+    rotation = Rotation(kv_codec.signs(dim, device), torch.randn(groups, dim, generator=rng, device=device))
     place = torch.tensor([3, 0, 7, 1, 4], device=device)
 
     def write(dtype: torch.dtype, rotation: Rotation | None) -> list[Tensor]:
-        store = [torch.zeros(GROUPS, 9, DIM, dtype=dtype, device=device) for _ in range(2)]
+        store = [torch.zeros(groups, 9, dim, dtype=dtype, device=device) for _ in range(2)]
         parts = [x.bfloat16().to(dtype) for x in (q, k, v)]
         out = norm_rope_write(*parts, norms, (angle.cos(), angle.sin()), Slots(*store, place, rotation))
         return [out, *(x[:, place].transpose(0, 1) for x in store)]
@@ -217,14 +258,14 @@ def _check_heads(device: torch.device) -> dict[str, object]:
 # ---- fast
 
 
-def _config(num_rows: int, width: int) -> object:
+def _config(shape: Shape, num_rows: int, width: int) -> object:
     from blockdraft.kernels.triton.kv_attention import choose
 
     return choose(
         num_rows=num_rows,
-        num_groups=GROUPS,
-        shared=HEADS // GROUPS,
-        head_dim=DIM,
+        num_groups=shape.groups,
+        shared=shape.heads // shape.groups,
+        head_dim=shape.dim,
         element_size=2,
         max_count=width,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
@@ -234,7 +275,9 @@ def _config(num_rows: int, width: int) -> object:
 class Step:
     """A step's attention over rows that are as long as asked with their block."""
 
-    def __init__(self, rows: int, tokens: int, layers: int, device: torch.device) -> None:
+    def __init__(self, shape: Shape, context: str, layers: int, device: torch.device) -> None:
+        rows, tokens = map(int, context.split("x"))
+        self.shape, self.sinks = shape, shape.sinks(device)
         self.rows, self.tokens, self.layers, self.device = rows, tokens, layers, device
         per_row = -(-tokens // PAGE_SIZE)
         self.num_pages = rows * per_row
@@ -253,40 +296,41 @@ class Step:
         )
 
     def queries(self, width: int) -> Tensor:
-        return torch.randn(self.rows * width, HEADS, DIM, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(
+            self.rows * width, self.shape.heads, self.shape.dim, device=self.device, dtype=torch.bfloat16
+        )
 
     def exact(self) -> Callable[[int], Callable[[], None]]:
-        from blockdraft.kernels.attention import Mask
         from blockdraft.kernels.triton.attention import attend
 
         slots = self.num_pages * PAGE_SIZE
-        stores = self._noise((self.layers, 2, GROUPS, slots, DIM))
+        stores = self._noise((self.layers, 2, self.shape.groups, slots, self.shape.dim))
 
         def at(width: int) -> Callable[[], None]:
-            blocks, q, mask = self.blocks(width), self.queries(width), Mask(scale=DIM**-0.5)
-            return lambda: [attend(q, keys, values, blocks, mask) for keys, values in stores]
+            blocks, q, mask = self.blocks(width), self.queries(width), self.shape.mask()
+            return lambda: [attend(q, keys, values, blocks, mask, self.sinks) for keys, values in stores]
 
         return at
 
     def cold(self, form: str) -> Callable[..., Callable[[], None]]:
-        from blockdraft.kernels.attention import Mask
         from blockdraft.kernels.kv_codec import FORMATS
         from blockdraft.kernels.kv_compressed import Codes, CompressedPages
         from blockdraft.kernels.kv_positions import PositionRule
         from blockdraft.kernels.triton.kv_attention import attend_compressed
 
         slots, format = self.num_pages * PAGE_SIZE, FORMATS[form]
-        exact = self._noise((2, self.layers, GROUPS, self.exact_pages * PAGE_SIZE, DIM))
+        exact = self._noise((2, self.layers, self.shape.groups, self.exact_pages * PAGE_SIZE, self.shape.dim))
         stores = [
             Codes(
                 torch.randint(
                     0,
                     120,
-                    (self.layers, GROUPS, slots, codec.num_bytes(DIM) - 2),
+                    (self.layers, self.shape.groups, slots, codec.num_bytes(self.shape.dim) - 2),
                     dtype=torch.uint8,
                     device=self.device,
                 ),
-                torch.rand((self.layers, GROUPS, slots), dtype=torch.float16, device=self.device) * 0.01,
+                torch.rand((self.layers, self.shape.groups, slots), dtype=torch.float16, device=self.device)
+                * 0.01,
             )
             for codec in (format.keys, format.values)
         ]
@@ -295,8 +339,8 @@ class Step:
 
         def at(width: int) -> Callable[[], None]:
             blocks, q = self.blocks(width), self.queries(width)
-            mask = Mask(scale=DIM**-0.5)
-            return lambda: [attend_compressed(q, layer, blocks, mask) for layer in layers]
+            mask = self.shape.mask()
+            return lambda: [attend_compressed(q, layer, blocks, mask, self.sinks) for layer in layers]
 
         return at
 
@@ -335,11 +379,11 @@ def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
     }
 
 
-def times(report: Report, layers: int, device: torch.device) -> None:
-    for rows, tokens in SHAPES:
-        step = Step(rows, tokens, layers, device)
-        where = f"{rows}x{tokens // 1024}k"
-        for kind in ("exact", *FORMS):
+def times(report: Report, name: str, args: argparse.Namespace, device: torch.device) -> None:
+    for context in args.contexts:
+        step = Step(SHAPES[name], context, args.layers, device)
+        where = f"{name} {context}"
+        for kind in ("exact", *args.formats):
             made: list[Calls] = []
 
             def make(step: Step = step, kind: str = kind, made: list[Calls] = made) -> dict[str, object]:
@@ -347,10 +391,10 @@ def times(report: Report, layers: int, device: torch.device) -> None:
                 return {"status": "MADE"}
 
             report.item(f"memory {kind} {where}", make)
-            for width in (1, 16) if made else ():
+            for width in args.widths if made else ():
                 report.item(
                     f"{kind} {where} width {width}",
-                    lambda width=width, made=made: graph_us(made[0](width), layers),
+                    lambda width=width, made=made: graph_us(made[0](width), args.layers),
                 )
             made.clear()
             torch.cuda.empty_cache()
@@ -363,15 +407,19 @@ def main() -> None:
         "--seconds", type=float, default=220, help="items that would begin later are left out"
     )
     parser.add_argument("--only", choices=("check", "times"))
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-8b"], choices=SHAPES)
+    parser.add_argument("--formats", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--contexts", nargs="+", default=CONTEXTS, metavar="ROWSxTOKENS")
+    parser.add_argument("--widths", nargs="+", type=int, default=[1, 16])
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
     device = torch.device("cuda")
     report = Report(asked.seconds, time.monotonic(), [])
     if asked.only != "times":
-        check(report, device)
-    if asked.only != "check":
-        times(report, asked.layers, device)
+        check(report, asked.shapes, asked.formats, device)
+    for name in asked.shapes if asked.only != "check" else ():
+        times(report, name, asked, device)
     out = os.environ.get("OUT")
     if out:
         text = json.dumps({"layers": asked.layers, "results": report.results}, indent=1)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.errors import SettingsError
 from blockdraft.kernels.kernels import REFERENCE
-from blockdraft.kernels.kv_formats import EXACT, ON_A_CARD
 from blockdraft.models.config import AttentionConfig
 from blockdraft.models.rotary import inverse_frequencies
+from blockdraft.planner.kv_choice import check_card_layers
 from blockdraft.planner.plan import Plan
 
 
@@ -27,17 +25,14 @@ def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
     """Raise SettingsError for untested formats on a GPU: one crashed although its kernels passed."""
     if not plan.num_exact_pages or models.device.type != "cuda":
         return
-    paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
-    if plan.draft_kv_dtype != EXACT or not all(_is_served(models, plan, spec) for spec in paged):
-        asked = f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}"
-        raise SettingsError(f"{asked}: {ON_A_CARD}.")
-
-
-def _is_served(models: LoadedPair, plan: Plan, spec: Paged) -> bool:
-    from blockdraft.kernels.triton.kv_mma import has_shape
-
-    dtype = getattr(torch, plan.dtype)
-    return not isinstance(spec, Windowed) and has_shape(spec.head_dim, dtype, plan.page_size, models.device)
+    draft = () if models.draft_config is None else models.draft_config.layer_specs()
+    check_card_layers(
+        (plan.kv_dtype, plan.draft_kv_dtype),
+        (models.config.layer_specs(), draft),
+        plan.dtype,
+        plan.page_size,
+        torch.cuda.get_device_capability(models.device),
+    )
 
 
 TOKENS = 384  # at most

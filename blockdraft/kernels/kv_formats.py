@@ -5,6 +5,8 @@ kv_codec.py has the codecs, kv_positions.py the rule by which keys and values ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from blockdraft.errors import ModelError, SettingsError
 
 EXACT = "exact"  # no compression: the model's dtype
@@ -15,15 +17,31 @@ SCALE_BYTES = 2  # per vector
 SMALLEST_BLOCK = 8  # the fewest values to rotate together: fewer are not close to normal
 LARGEST_HEAD = 512
 
-# What engines have been tested with on a card.
-CARD_HEAD_DIMS = (64, 128)
-CARD_CAPABILITY = (9, 0)  # Hopper, and later
-CARD_PAGE = 16  # a page has a multiple of these tokens
-ON_A_CARD = (
-    "on a card, compressed keys and values are served in bfloat16 so far, for heads of 64 or 128 values "
-    "without a sliding window, on Hopper or later, with the drafter's own exact. Use --kv-dtype auto, or "
-    "--device cpu"
-)
+
+@dataclass(frozen=True, slots=True)
+class CardLimits:
+    """What engines have been tested with on a card, by tests/gpu/test_compressed.py."""
+
+    head_dims: tuple[int, ...]
+    has_windows: bool  # sliding ones
+    has_drafter: bool  # whose own keys and values are compressed
+    capability: tuple[int, int] = (9, 0)  # Hopper, and later
+    page: int = 16  # a page has a multiple of these tokens
+
+    def why_not(self) -> str:
+        """Return what a refusal says."""
+        *most, last = self.head_dims
+        dims = f"{', '.join(map(str, most))} or {last}"
+        windows = "" if self.has_windows else " without a sliding window"
+        drafter = "" if self.has_drafter else ", with the drafter's own exact"
+        return (
+            f"on a card, compressed keys and values are served in bfloat16 so far, for heads of {dims} values"
+            f"{windows}, on Hopper or later{drafter}. Use --kv-dtype auto, or --device cpu"
+        )
+
+
+# All that the tests ask: CardLimits((64, 128, 256, 512), has_windows=True, has_drafter=True).
+CARD = CardLimits((64, 128), has_windows=False, has_drafter=False)
 
 TILE = 64  # tokens that are compressed at a time; the first tile, which all queries read, stays exact
 WINDOW = 128  # the least number of tokens before a query that it reads exact

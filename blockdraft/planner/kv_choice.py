@@ -9,11 +9,8 @@ from blockdraft.cache.spec import LayerSpec, Paged, Windowed, compressed, is_com
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_formats import (
     BITS,
-    CARD_CAPABILITY,
-    CARD_HEAD_DIMS,
-    CARD_PAGE,
+    CARD,
     EXACT,
-    ON_A_CARD,
     ROTATED,
     WIDEST_BLOCK,
     check_format,
@@ -99,16 +96,33 @@ def kv_choice(
     return choice
 
 
-def check_on_card(kv: KvChoice, dtype: str, model: ModelConfig, machine: Machine) -> None:
+def check_on_card(
+    kv: KvChoice, dtype: str, model: ModelConfig, draft: AnyDraftConfig | None, machine: Machine
+) -> None:
     """Raise SettingsError for compressed keys and values that a start would refuse on this card."""
     capability = machine.gpus[0].capability if machine.gpus else None
-    if not kv.is_compressed or capability is None:
-        return
-    paged = [spec for spec in model.layer_specs() if isinstance(spec, Paged)]
-    served = all(spec.head_dim in CARD_HEAD_DIMS and not isinstance(spec, Windowed) for spec in paged)
-    is_tested = dtype == "bfloat16" and kv.asked.page_size % CARD_PAGE == 0 and capability >= CARD_CAPABILITY
-    if not (served and is_tested and kv.draft == EXACT):
-        raise SettingsError(f"kv_dtype = {kv.target}, draft_kv_dtype = {kv.draft}: {ON_A_CARD}.")
+    if capability is not None:
+        layers = model.layer_specs(), () if draft is None else draft.layer_specs()
+        check_card_layers((kv.target, kv.draft), layers, dtype, kv.asked.page_size, capability)
+
+
+def check_card_layers(
+    formats: tuple[str, str],
+    layers: tuple[tuple[LayerSpec, ...], tuple[LayerSpec, ...]],
+    dtype: str,
+    page_size: int,
+    capability: tuple[int, int],
+) -> None:
+    """Raise SettingsError if engines were not tested with the target's and the drafter's layers on a card."""
+    both = zip(formats, layers, strict=True)
+    found = [one for format, specs in both if format != EXACT for one in specs if isinstance(one, Paged)]
+    served = all(
+        one.head_dim in CARD.head_dims and (CARD.has_windows or not isinstance(one, Windowed))
+        for one in found
+    )
+    is_tested = dtype == "bfloat16" and page_size % CARD.page == 0 and capability >= CARD.capability
+    if found and not (served and is_tested and (formats[1] == EXACT or CARD.has_drafter)):
+        raise SettingsError(f"kv_dtype = {formats[0]}, draft_kv_dtype = {formats[1]}: {CARD.why_not()}.")
 
 
 def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:

@@ -215,7 +215,7 @@ class _Resolver:
         asked = KvRequest(settings.kv_dtype, settings.draft_kv_dtype, settings.kv_window, settings.page_size)
         kv = kv_choice(asked, dtype, model, self.draft, block)
         if not self.is_cpu:
-            check_on_card(kv, dtype, model, self.machine)
+            check_on_card(kv, dtype, model, self.draft, self.machine)
         self.reasons |= kv.reasons
         overlap = take("overlap", (False, NO_GAIN), (True, "it hides the host's work"))
         chunk = take("max_prefill_tokens", (256, "the default on a CPU"), self._chunk_on_gpu(memory))

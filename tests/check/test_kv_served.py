@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.check.kv_served import check_served_on_card
 from blockdraft.errors import SettingsError
-from blockdraft.kernels.triton import kv_mma
+from blockdraft.kernels import kv_formats
+from blockdraft.planner import kv_choice
 
 HEADS_OF_64 = Paged(3, 64)
 
@@ -23,14 +22,15 @@ class Case:
     dtype: str = "bfloat16"
     page_size: int = 16
     spec: Paged = HEADS_OF_64
-    has_pdl: bool = True
+    capability: tuple = (9, 0)
     num_exact_pages: int = 100
 
 
 def check(case, monkeypatch):
-    monkeypatch.setattr(kv_mma, "has_pdl", lambda device: case.has_pdl)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.capability)
     config = SimpleNamespace(layer_specs=lambda: (case.spec,))
-    check_served_on_card(SimpleNamespace(config=config, device=torch.device("cuda")), case)
+    models = SimpleNamespace(config=config, draft_config=config, device=torch.device("cuda"))
+    check_served_on_card(models, case)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "tq4", "tq4v3"])
@@ -47,10 +47,22 @@ def test_every_format_starts(kv_dtype, monkeypatch):
         {"page_size": 8},
         {"spec": Paged(3, 96)},
         {"spec": Windowed(3, 64, 1024)},
-        {"has_pdl": False},
+        {"capability": (8, 9)},
     ],
     ids=str,
 )
 def test_what_was_never_served_there_is_refused_with_what_to_use(change, monkeypatch):
     with pytest.raises(SettingsError, match="Use --kv-dtype auto, or --device cpu"):
         check(replace(Case(), **change), monkeypatch)
+
+
+def test_what_the_tests_on_a_card_ask_is_one_line_away(monkeypatch):
+    limits = kv_formats.CardLimits((64, 128, 256, 512), has_windows=True, has_drafter=True)
+    for case in (Case(draft_kv_dtype="tq4"), Case(spec=Paged(2, 256)), Case(spec=Windowed(3, 512, 1024))):
+        with pytest.raises(SettingsError, match="heads of 64 or 128 values without a sliding window"):
+            check(case, monkeypatch)
+        with monkeypatch.context() as served:
+            served.setattr(kv_choice, "CARD", limits)
+            check(case, served)
+            with pytest.raises(SettingsError, match="for heads of 64, 128, 256 or 512 values, on Hopper"):
+                check(replace(case, spec=Paged(3, 96)), served)

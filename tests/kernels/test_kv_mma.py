@@ -58,10 +58,12 @@ FEW = [(1, 1, 8, 1, 0), (1, 4, 16, 1, 0), (8, 1, 8, 1, 1)]
 MANY = [(1, 16, 64, 4, 1), (64, 16, 64, 4, 2), (2, 2048, 64, 4, 2)]
 
 
+@pytest.mark.parametrize("has_wgmma", [False, True])
 @pytest.mark.parametrize(("rows", "width", "columns", "warps", "level"), [*FEW, *MANY])
-def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, level):
-    config = kv_mma.choose(num_rows=rows, max_count=width, **SHAPE)
+def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, level, has_wgmma):
+    config = kv_mma.choose(num_rows=rows, max_count=width, has_wgmma=has_wgmma, **SHAPE)
     assert (config.columns, config.warps, config.level) == (columns, warps, level)
+    assert config.is_wide == (has_wgmma and columns == 64)
     assert config.tokens * SHAPE["shared"] <= columns
 
 
@@ -70,49 +72,22 @@ def test_only_a_card_has_it():
     assert not kv_mma.serves(case.q, case.pages, case.blocks, Mask(scale=1.0))
 
 
-def compile_for_a_card(dim, columns, warps, level):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kinds = {
-        "*bf16": "q exact_keys exact_values",
-        "*u8": "keys values",
-        "*fp16": "key_scale value_scale",
-        "*fp32": "part part_top part_total",
-        "*i64": "page_table exact_page_table rows starts offsets",
-        "fp32": "scale",
-        "i32": "cold_window num_rows tiles_per_row table_stride exact_table_stride num_units q_stride "
-        "q_head_stride exact_stride key_stride value_stride scale_stride",
-    }
-    signature = {name: kind for kind, names in kinds.items() for name in names.split()}
-    constants = {
-        "TOKENS": columns // 4, "SHARED": 4, "HEADS": 32, "DIM": dim, "COLUMNS": columns, "PAGE_SIZE": 16,
-        "LEVEL": level, "IS_EVEN": False, "IS_CAUSAL": True, "ROW_BLOCK": 256, "WARPS": warps,
-        "SPLITS": warps > 1, "PDL": True,
-    }  # fmt: skip
-    kernel = kv_mma._attend_kernel
-    names = kernel.arg_names
-    source = GluonASTSource(
-        kernel,
-        {name: signature.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in signature if name.endswith("_stride")},
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert "mma.sync" in made.asm["ptx"]
-    assert "wgmma" not in made.asm["ptx"]
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["128 8 1 0", "64 16 1 1", "128 64 4 1", "64 64 4 2", "128 wide 4 2"])
+def test_it_compiles_for_a_card_that_is_not_there(shape):
+    """If a lane loads other values than it gives to the tensor cores, it does not compile."""
+    run_compiled("compiles", *shape.split())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["128 8 1 0", "64 16 1 1", "128 64 4 1", "64 64 4 2"])
-def test_it_compiles_for_a_card_that_is_not_there(shape):
-    """If a lane loads other values than it gives to the tensor cores, it does not compile."""
+@pytest.mark.parametrize("dim", ["64", "128"])
+def test_wide_tiles_have_the_bits_of_single_warps(dim):
+    """Compiled for a card, and interpreted; benchmarks/kv_step.py asks a card."""
+    run_compiled("agrees", dim)
+
+
+def run_compiled(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.test_kv_mma", *shape.split()]
+    command = [sys.executable, "-m", "tests.kernels.compiled_kv", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-if __name__ == "__main__":
-    compile_for_a_card(*map(int, sys.argv[1:]))

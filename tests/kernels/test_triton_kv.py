@@ -142,6 +142,38 @@ def test_masks_and_sinks_agree_with_the_reference(mask):
     assert_agrees(case, WHOLE, sinks)
 
 
+SERVED = [
+    (form, dim, name, sinks)
+    for dim in (64, 128, 256, 512)
+    for form in FORMATS
+    for name, sinks in (("causal", False), ("window", False), ("wide", True))
+    if dim < 512 or form != "tq4v3"
+]
+SERVED_MASKS = {"causal": {}, "window": {"window": 40}, "wide": {"window": 150}}
+
+
+@pytest.mark.parametrize(("form", "dim", "name", "has_sinks"), SERVED, ids=str)
+def test_heads_and_masks_of_the_families_have_equal_bits_at_every_width(form, dim, name, has_sinks):
+    """Of Qwen3.5 (256), Gemma 4 (256 and 512, windows), gpt-oss (64, windows, sinks), drafters."""
+    mask = Mask(scale=dim**-0.5, **SERVED_MASKS[name])
+    case = small(form=form, dim=dim, lengths=(211,), counts=(4,), dtype=HALF, mask=mask)
+    sinks = torch.tensor([0.5, -1.0]) if has_sinks else None
+    chosen = {
+        width: kernel.choose(
+            num_rows=1, num_groups=1, shared=2, head_dim=dim, element_size=2, max_count=width,
+            multiprocessors=132,
+        )
+        for width in (1, 4, 100)
+    }  # fmt: skip
+    assert chosen[1].parts > 1 == chosen[100].parts
+    whole = attend(case, chosen[100], sinks)
+    torch.testing.assert_close(whole.float(), reference(case, sinks), atol=2e-2, rtol=2e-2)
+    assert torch.equal(attend(case, chosen[4], sinks), whole)
+    for column in (0, 3):
+        alone = attend(part_of(case, column, column + 1), chosen[1], sinks)
+        assert torch.equal(alone, whole[column : column + 1])
+
+
 @pytest.mark.parametrize("length", [147, pytest.param(275, marks=pytest.mark.slow)])
 def test_bits_depend_neither_on_the_block_nor_on_who_folds(length):
     case = small(lengths=(length,), form="tq4v3")

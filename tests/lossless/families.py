@@ -63,7 +63,7 @@ def drawn_pair(family, seed):
     return make_pair(family, overrides, seed=seed)
 
 
-def make_pair(family, overrides, *, seed, block=BLOCK, **settings):
+def make_pair(family, overrides, *, seed, block=BLOCK, draft_head_dim=8, **settings):
     """Models with random weights, and their plan; `settings` override those that all tests here share."""
     settings = {
         "dtype": "float64",
@@ -77,7 +77,7 @@ def make_pair(family, overrides, *, seed, block=BLOCK, **settings):
     with tempfile.TemporaryDirectory() as folder:
         target, draft = Path(folder, "target"), Path(folder, "draft")
         write_target(target, config, seed)
-        raw = draft_config(config, block)
+        raw = draft_config(config, block) | {"head_dim": draft_head_dim}
         weights = fixture.draft_weights(raw, torch.Generator().manual_seed(seed))
         write_draft(draft, raw, weights)
         loaded, plan = load_pair(target, draft, **settings)
@@ -209,6 +209,28 @@ def make_requests(lengths=(1, 9, 4, 14), max_tokens=16, **params):
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def check_compressed(pair, kv_dtype, *, drafts=None, is_captured=True):
+    """By the rule of positions, two schedules that share nothing agree with one token at a time.
+
+    Then, with `drafts`, the pair's own drafter, whose keys and values are in that format, changes nothing.
+    """
+    kept = {"kv_dtype": kv_dtype, "kv_window": 16, "page_size": 16}
+    requests = make_requests(lengths=(262, 9, 170), max_tokens=24)  # c(t) grows within an answer
+    expected = []
+    for prompt, params in requests:
+        expected += tiny.run(plain_engine(pair, **kept), [(prompt, replace(params, width=1))])
+    schedules = (
+        {"max_prefill_tokens": 100, "overlap": False},
+        {"max_prefill_tokens": 19, "overlap": True, "max_num_seqs": 3, "is_captured": is_captured},
+    )
+    for schedule in schedules:
+        drafter = hinted(pair[0], requests, expected)
+        assert tiny.run(engine(pair, drafter, width=BLOCK, **schedule, **kept), requests) == expected
+    if drafts is not None:
+        kept |= {"draft_kv_dtype": drafts, "width": BLOCK, "max_prefill_tokens": 100}
+        assert tiny.run(engine(pair, is_captured=is_captured, **kept), requests) == expected
 
 
 def recurrent_layers(cache):

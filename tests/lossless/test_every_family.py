@@ -541,19 +541,4 @@ def long_pair(name):
     ),
 )
 def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv_dtype):
-    """By the rule of positions, two schedules that share nothing agree with one token at a time."""
-    pair = long_pair(name)
-    kept = {"kv_dtype": kv_dtype, "kv_window": 16}
-    requests = families.make_requests(lengths=(262, 9, 170), max_tokens=24)  # c(t) grows within an answer
-    expected = []
-    for prompt, params in requests:
-        expected += tiny.run(families.plain_engine(pair, **kept), [(prompt, replace(params, width=1))])
-    for schedule in (SCHEDULES[3], SCHEDULES[4]):
-        plan = {
-            **schedule,
-            "max_prefill_tokens": 100 if schedule["max_prefill_tokens"] == 64 else 19,
-            "page_size": 16,
-            **kept,
-        }
-        drafter = families.hinted(pair[0], requests, expected)
-        assert tiny.run(families.engine(pair, drafter, **plan), requests) == expected
+    families.check_compressed(long_pair(name), kv_dtype, drafts="int8")

@@ -55,9 +55,9 @@ class Config:
     tokens: int  # queries of one row in a tile, at most TILE
     block_m: int  # `tokens` times the query heads per key/value head, padded to a power of two
     warps: int
-    stages: int  # exact chunks in flight; of compressed chunks, only the next is in flight
+    stages: int  # exact chunks in flight
     parts: int  # programs that share the segments of a tile
-    unroll: int = 1  # compressed chunks per iteration of the loop
+    is_ahead: bool = True  # the next compressed chunk is in flight, in registers
     registers: int | None = None  # the most per thread
 
 
@@ -185,6 +185,23 @@ def _stored(
 
 
 @triton.jit
+def _both_stored(
+    keys, key_scale, values, value_scale, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr,
+    VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Return `_stored` of a chunk's keys and of its values."""
+    k = _stored(
+        keys, key_scale, page, chunk, is_read, N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS
+    )
+    v = _stored(
+        values, value_scale, page, chunk, is_read,
+        N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
 def _levels(
     is_true, first, second, N: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr,
     DTYPE: tl.constexpr, WORDS: tl.constexpr,
@@ -207,32 +224,30 @@ def _attend_compressed(
     compressed_end_at, length, shortest, longest, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute an online softmax over compressed chunks; a query sees keys below its c(t), from `lo` on."""
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
-    # Page ids are loaded two iterations ahead, codes and scales one, into registers.
+    # Page ids are loaded one iteration before codes and scales; with AHEAD, these are loaded one ahead, too,
+    # into registers.
     page, is_read = _compressed_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-    next_page, is_next = _compressed_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-    k_first, k_second, k_scale = _stored(
-        keys, key_scale, page, first_chunk, is_read,
-        N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS,
-    )  # fmt: skip
-    v_first, v_second, v_scale = _stored(
-        values, value_scale, page, first_chunk, is_read,
-        N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
-    )  # fmt: skip
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=1, loop_unroll_factor=UNROLL):
+    if AHEAD:
+        k, v = _both_stored(
+            keys, key_scale, values, value_scale, page, first_chunk, is_read,
+            N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES, WORDS,
+        )  # fmt: skip
+        page, is_read = _compressed_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         key = chunk * N + tl.arange(0, N)
-        next_k_first, next_k_second, next_k_scale = _stored(
-            keys, key_scale, next_page, chunk + 1, is_next,
-            N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS,
+        loaded_k, loaded_v = _both_stored(
+            keys, key_scale, values, value_scale, page, chunk + AHEAD, is_read,
+            N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES, WORDS,
         )  # fmt: skip
-        next_v_first, next_v_second, next_v_scale = _stored(
-            values, value_scale, next_page, chunk + 1, is_next,
-            N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
+        if not AHEAD:
+            k, v = loaded_k, loaded_v
+        page, is_read = _compressed_page(
+            table, chunk + AHEAD + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO
         )  # fmt: skip
-        next_page, is_next = _compressed_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
         is_compressed = chunk * N < compressed_end_at  # [M]
         if FOLDS:
             is_short_new = chunk * N % shortest == 0
@@ -240,25 +255,23 @@ def _attend_compressed(
             if is_short_new | is_long_new:
                 is_new = tl.where(length == shortest, is_short_new, is_long_new) & is_compressed
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
-        k_lo, k_hi = _levels(chunk < last_chunk, k_first, k_second, N, DIM, HALF, KEY_KIND, q_lo.dtype, WORDS)
+        k_lo, k_hi = _levels(chunk < last_chunk, k[0], k[1], N, DIM, HALF, KEY_KIND, q_lo.dtype, WORDS)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
-        scores = scores * k_scale.to(tl.float32)[None, :]
+        scores = scores * k[2].to(tl.float32)[None, :]
         is_seen = is_compressed[:, None]
         if HAS_LO:
             is_seen = is_seen & (key[None, :] >= lo[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top, weights, shrink = _weighed(acc, scores, scale)
-        scaled = (weights * v_scale.to(tl.float32)[None, :]).to(q_lo.dtype)
-        v_lo, v_hi = _levels(
-            chunk < last_chunk, v_first, v_second, N, DIM, HALF, VALUE_KIND, q_lo.dtype, WORDS
-        )
+        scaled = (weights * v[2].to(tl.float32)[None, :]).to(q_lo.dtype)
+        v_lo, v_hi = _levels(chunk < last_chunk, v[0], v[1], N, DIM, HALF, VALUE_KIND, q_lo.dtype, WORDS)
         total = tl.dot(weights.to(q_lo.dtype), ones, acc[3] * shrink, input_precision=PRECISION)
         sums_lo = tl.dot(scaled, v_lo, acc[0] * shrink, input_precision=PRECISION)
         sums_hi = tl.dot(scaled, v_hi, acc[1] * shrink, input_precision=PRECISION)
         acc = sums_lo, sums_hi, new_top, total
-        k_first, k_second, k_scale = next_k_first, next_k_second, next_k_scale
-        v_first, v_second, v_scale = next_v_first, next_v_second, next_v_scale
+        if AHEAD:
+            k, v = loaded_k, loaded_v
     return whole, acc
 
 
@@ -298,7 +311,7 @@ def _attend_kernel(
     KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr,
     PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile; grid (tiles, key/value heads, parts), as in the exact kernel."""
     let_next_start(PDL)
@@ -384,7 +397,7 @@ def _attend_kernel(
                 whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
                 tl.minimum(end, compressed_chunk), tile_lo, lo, compressed_end_at, length, shortest, longest,
                 scale, N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES,
-                VALUE_BYTES, WORDS, PRECISION, UNROLL,
+                VALUE_BYTES, WORDS, PRECISION, AHEAD,
             )  # fmt: skip
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
@@ -522,7 +535,7 @@ def attend_compressed(
         KEY_KIND=kind_of(pages.format.keys), VALUE_KIND=kind_of(pages.format.values),
         KEY_BYTES=pages.keys.codes.shape[-1], VALUE_BYTES=pages.values.codes.shape[-1],
         WORDS=_has_words(q, pages), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        STAGES=config.stages, UNROLL=config.unroll,
+        STAGES=config.stages, AHEAD=config.is_ahead,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, **constants,
     )  # fmt: skip
     if is_split:
@@ -582,11 +595,12 @@ def choose(
     row_bytes = 2 * _half(head_dim) * element_size
     # At most 32 rows, for mma.sync: 64 rows use Hopper's wgmma, with which a ragged batch caused an illegal
     # memory access. If `shared` needs 64, there are 8 warps, with which this did not happen.
-    widest = max(16 if element_size == 4 else 32, triton.next_power_of_2(shared))
+    is_ahead = row_bytes <= 512  # the registers of wider heads hold sums and one chunk of codes, no more
+    widest = max(32 if is_ahead and element_size == 2 else 16, triton.next_power_of_2(shared))
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
     tokens = min(block_m // shared, TILE)
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
-    warps = 8 if block_m >= 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
+    warps = 8 if block_m >= 64 or row_bytes >= 512 or element_size == 4 else 4  # otherwise sums spill
     is_large = row_bytes > 256 or element_size == 4
     is_small = block_m == 16 and not is_large
     registers = 128 if is_small else None  # so that four programs fit a multiprocessor
@@ -594,4 +608,4 @@ def choose(
     if max_count <= MAX_SPLIT_COUNT:
         while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs:
             parts *= 2
-    return Config(tokens, block_m, warps, 1 if is_large else 2, parts, registers=registers)
+    return Config(tokens, block_m, warps, 1 if is_large else 2, parts, is_ahead, registers)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.kv_compressed import CompressedPages
-from blockdraft.kernels.kv_formats import CARD_HEAD_DIMS, CARD_PAGE, TILE
+from blockdraft.kernels.kv_formats import CARD, TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
@@ -47,6 +47,7 @@ from blockdraft.kernels.triton.kv_mma_operands import (
     first_slots,
     key_layout,
     key_levels,
+    keys_left,
     load_chunk,
     load_group_keys,
     load_group_values,
@@ -59,20 +60,29 @@ from blockdraft.kernels.triton.kv_mma_operands import (
     value_levels,
     weights_operand,
 )
-from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
+from blockdraft.kernels.triton.kv_segments import (
+    MAX_SEGMENTS,
+    RUN,
+    SEGMENT,
+    row_of_tile,
+    segment_chunks,
+)
+from blockdraft.kernels.triton.kv_wide import WIDE_ROWS, attend_wide_kernel
+from blockdraft.kernels.triton.launch import (
+    has_pdl,
+    has_wgmma,
+    let_next_start,
+    overlap,
+    wait_for_previous,
+)
 
-# The result's bits depend on these three numbers.
-SEGMENT = 64  # keys of the shortest segments
-MAX_SEGMENTS = 128  # enough for one row to fill the device
-RUN = 4  # segments
-
+HEAD_DIMS = (64, 128)  # the operands of wider heads need too many registers
 ENOUGH_WARPS = 1024  # enough to keep a large GPU busy
 _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
-_SEGMENT = gl.constexpr(SEGMENT)
 _MAX_SEGMENTS = gl.constexpr(MAX_SEGMENTS)
 _SHORT = gl.constexpr(2)  # chunks of a segment, up to which small code is faster
-MERGED_RUNS = 2  # runs whose sums are loaded together
+MERGED = 8  # stored units that are loaded together
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class Config:
     warps: int  # each has all keys of some columns; if there are several, they share the decoding
     level: int  # what a program stores for the merge: segments, runs or the whole
     parts: int  # programs that share the segments of a tile
+    is_wide: bool = False  # by `kv_wide`
 
 
 # ---- sums: of DIM by COLUMNS, with tops and totals of each column
@@ -259,15 +270,6 @@ def _attend_compressed_alone(
 
 
 @gluon.jit
-def _keys_left(left, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Return a mask [4, COUNT, 1] of every (16 / COUNT)-th key of a chunk: True for its first `left` keys."""
-    group = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * 16
-    inside = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * (16 // COUNT)
-    key = gl.expand_dims(gl.expand_dims(group, 1), 2) + gl.expand_dims(gl.expand_dims(inside, 0), 2)
-    return key < left
-
-
-@gluon.jit
 def _attend_exact(
     whole, run, acc, q, keys, values, table, first_chunk, last_chunk, folds_from, tile_hi, hi,
     compressed_end_at, length, scale,
@@ -287,9 +289,9 @@ def _attend_exact(
         left = tile_hi - chunk * _N  # later keys are not written yet
         k_slot = first_slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
         v_slot = gl.convert_layout(k_slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
-        k = gl.load(keys + places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
-        even = gl.load(values + places(v_slot, 0, 2, DIM, V), mask=_keys_left(left, 8, V), other=0.0)
-        odd = gl.load(values + places(v_slot, 1, 2, DIM, V), mask=_keys_left(left - 1, 8, V), other=0.0)
+        k = gl.load(keys + places(k_slot, 0, 1, DIM, K), mask=keys_left(left, 16, K), other=0.0)
+        even = gl.load(values + places(v_slot, 0, 2, DIM, V), mask=keys_left(left, 8, V), other=0.0)
+        odd = gl.load(values + places(v_slot, 1, 2, DIM, V), mask=keys_left(left - 1, 8, V), other=0.0)
         if LEVEL > 0:  # noqa: SIM102
             if chunk >= folds_from:
                 whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
@@ -304,26 +306,6 @@ def _attend_exact(
 
 
 # ---- the kernels
-
-
-@gluon.jit
-def _row_of(offsets, num_rows, tile, TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Return the row of a tile, like `attention.row_of`."""
-    row = -1
-    for begin in range(0, num_rows, ROWS):
-        r = begin + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32 // WARPS], [32], [WARPS], [0]))
-        first = gl.load(offsets + r, mask=r < num_rows, other=0) // TOKENS + r
-        row += gl.sum(((first <= tile) & (r < num_rows)).to(gl.int32), 0)
-    return row
-
-
-@gluon.jit
-def _segment_chunks(hi):
-    """Return `attention.segment_length` in chunks."""
-    multiple = (hi - 1) // (_MAX_SEGMENTS * _SEGMENT) + 1
-    bits = multiple.to(gl.float32).to(gl.int32, bitcast=True)
-    bits = ((bits + 0x1FFFFF) >> 21) << 21
-    return bits.to(gl.float32, bitcast=True).to(gl.int32) * (_SEGMENT // _N)
 
 
 @gluon.jit(
@@ -356,7 +338,7 @@ def _attend_kernel(
         row = tile // tiles_per_row
         tile = tile % tiles_per_row
     else:
-        row = _row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK, WARPS)
+        row = row_of_tile(offsets, num_rows, tile, TOKENS, ROW_BLOCK, WARPS)
         tile -= (gl.load(offsets + row) // TOKENS + row).to(gl.int32)
     stream = gl.load(offsets + row)
     count = (gl.load(offsets + row + 1) - stream).to(gl.int32)
@@ -394,9 +376,9 @@ def _attend_kernel(
     in_tile = gl.expand_dims(is_live, 0) & (q_dim >= 0)
     query = gl.load(q + gl.expand_dims(q_at, 0) + q_dim, mask=in_tile, other=0.0)
 
-    lengths = _segment_chunks(hi)  # the queries of a tile have one or two lengths
-    shortest = _segment_chunks(start + first + 1 if IS_CAUSAL else tile_hi)
-    longest = _segment_chunks(tile_hi)
+    lengths = segment_chunks(hi)  # the queries of a tile have one or two lengths
+    shortest = segment_chunks(start + first + 1 if IS_CAUSAL else tile_hi)
+    longest = segment_chunks(tile_hi)
     out_row = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, mma)), 1)
     result = (stream + first + column // SHARED) * HEADS + group * SHARED + column % SHARED
     is_kept = (column < TOKENS * SHARED) & (first + column // SHARED < count)
@@ -521,31 +503,27 @@ def _merge_kernel(
 # ---- the host's side
 
 
-def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Return whether engines have been tested with compressed keys for such heads, pages and GPU."""
-    is_half = dtype == torch.bfloat16 and head_dim in CARD_HEAD_DIMS and page_size % CARD_PAGE == 0
-    return is_half and device.type == "cuda" and has_pdl(device)
-
-
 def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
     """Return whether this kernel serves the layer; it depends on the model and the GPU, not on the batch."""
     is_kind = {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
-    is_tested = has_shape(q.shape[2], q.dtype, blocks.page_size, q.device)
-    return is_kind and is_tested and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
+    is_half = q.dtype == torch.bfloat16 and q.shape[2] in HEAD_DIMS and blocks.page_size % CARD.page == 0
+    has_shape = is_half and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
+    return is_kind and has_shape and has_pdl(q.device)
 
 
-def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
-    """Choose one warp for few columns, up to four for many; the more tiles, the larger the stored units."""
+def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int, has_wgmma: bool) -> Config:
+    """Choose one warp for few columns, four for many; the more tiles, the larger the stored units."""
     wanted = max_count * shared
-    columns = 8 if wanted <= 8 else 16 if wanted <= 16 else 32 if wanted <= 32 else 64
+    is_wide = has_wgmma and wanted > 16
+    columns = 8 if wanted <= 8 else 16 if wanted <= 16 else 32 if wanted <= 32 and not is_wide else WIDE_ROWS
     tokens = min(columns // shared, TILE)
     warps = max(1, columns // 16)
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
-    level = 0 if columns <= 16 and num_tiles < 64 else 1
+    level = 0 if num_tiles < (8 if is_wide else 64 if warps == 1 else 0) else 1
     if max_count > MAX_SPLIT_COUNT or num_tiles * warps >= ENOUGH_WARPS:
         level = 2  # there are enough tiles, and storing units would cost much
     parts = (MAX_SEGMENTS, MAX_SEGMENTS // RUN, 1)[level]
-    return Config(tokens, columns, warps, level, parts)
+    return Config(tokens, columns, warps, level, parts, is_wide)
 
 
 def attend(
@@ -564,7 +542,13 @@ def attend(
         return out
     if config is None:
         shared = num_heads // num_groups
-        config = choose(num_rows=num_rows, num_groups=num_groups, shared=shared, max_count=max_count)
+        config = choose(
+            num_rows=num_rows,
+            num_groups=num_groups,
+            shared=shared,
+            max_count=max_count,
+            has_wgmma=has_wgmma(q.device),
+        )
     segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
     units = (segments, -(-segments // RUN), 1)[config.level]
     parts = empty_parts((num_tokens, num_heads, units), head_dim, q.device)
@@ -579,20 +563,24 @@ def attend(
         **overlap(q.device),
     }
     assert blocks.exact_table is not None
-    _attend_kernel[(num_tiles, num_groups, min(config.parts, units))](
+    kernel, only_narrow = attend_wide_kernel, {}
+    if not config.is_wide:
+        kernel = _attend_kernel
+        only_narrow = {"COLUMNS": config.columns, "WARPS": config.warps, "SPLITS": config.warps > 1}
+    kernel[(num_tiles, num_groups, min(config.parts, units))](
         q, pages.exact_keys, pages.exact_values, *pages.keys, *pages.values, *parts,
         blocks.table, blocks.exact_table, blocks.rows, blocks.starts, blocks.offsets, scale,
         pages.rule.window, num_rows, tiles_per_row, blocks.table.stride(0), blocks.exact_table.stride(0),
         units, *q.stride()[:2], pages.exact_keys.stride(1), pages.keys.codes.stride(1),
         pages.values.codes.stride(1), pages.keys.scale.stride(1),
-        TOKENS=config.tokens, SHARED=num_heads // num_groups, COLUMNS=config.columns,
-        PAGE_SIZE=blocks.page_size, IS_EVEN=is_even, WARPS=config.warps, SPLITS=config.warps > 1,
-        num_warps=config.warps, **constants,
+        TOKENS=config.tokens, SHARED=num_heads // num_groups, PAGE_SIZE=blocks.page_size, IS_EVEN=is_even,
+        num_warps=config.warps, **only_narrow, **constants,
     )  # fmt: skip
     _merge_kernel[(num_tokens, num_heads)](
         *parts, out, blocks.starts, blocks.offsets, out if sinks is None else sinks,
         signs(head_dim, q.device), scale, num_rows, max_count, units,
         IS_EVEN=num_tokens == num_rows * max_count, HAS_SINKS=sinks is not None, SEGMENT=SEGMENT,
-        MAX_SEGMENTS=MAX_SEGMENTS, RUN=RUN, RUNS=MERGED_RUNS, num_warps=1, **constants,
+        MAX_SEGMENTS=MAX_SEGMENTS, RUN=RUN, RUNS=MERGED // (1 if config.level else RUN), num_warps=1,
+        **constants,
     )  # fmt: skip
     return out

@@ -96,6 +96,13 @@ def scale_layout(warps):
     return _layout([4, 16], [(1, 3, 1)], lanes, warps, False)
 
 
+@gluon.constexpr_function
+def column_scale_layout(warps):
+    """Return the layout [4, 16] of scales, which is that of the columns of scores of `wgmma`."""
+    lanes = [(1, 1), (1, 2), None, None, None]
+    return _layout([4, 16], [(1, 0, 1), (1, 3, 1)], lanes, warps, False)
+
+
 @gluon.jit
 def column_dims(column, DIM: gl.constexpr):
     """Return columns' coordinates: column 16 i + 8 h + 2 t + e of a half is lane t's number 4 i + 2 h + e."""
@@ -196,6 +203,15 @@ def load_group_values(values, table, group, end, WORDS: gl.constexpr, PAGE_SIZE:
     V: gl.constexpr = _group_value_layout(WORDS)
     slot = _group_slot(table, group, end, PAGE_SIZE)
     return _load_group(values, slot, 0, 2, WORDS, V), _load_group(values, slot, 1, 2, WORDS, V)
+
+
+@gluon.jit
+def keys_left(left, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Return a mask [4, COUNT, 1] of every (16 / COUNT)-th key of a chunk: True for its first `left` keys."""
+    group = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * 16
+    inside = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * (16 // COUNT)
+    key = gl.expand_dims(gl.expand_dims(group, 1), 2) + gl.expand_dims(gl.expand_dims(inside, 0), 2)
+    return key < left
 
 
 # ---- operands

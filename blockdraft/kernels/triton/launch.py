@@ -43,6 +43,12 @@ def has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Return whether the device has Hopper's products of four warps; later cards have others."""
+    return has_pdl(device) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def overlap(device: torch.device) -> dict[str, bool]:
     """Return the options of the kernel and of Triton that let a launch overlap with adjacent launches."""
     pdl = has_pdl(device)
