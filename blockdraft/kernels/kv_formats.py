@@ -25,6 +25,7 @@ class CardLimits:
     head_dims: tuple[int, ...]
     has_windows: bool  # sliding ones
     has_drafter: bool  # whose own keys and values are compressed
+    has_wide_blocks: bool  # by kernels/triton/kv_wide.py; otherwise blocks take the kernel of single queries
     capability: tuple[int, int] = (9, 0)  # Hopper, and later
     page: int = 16  # a page has a multiple of these tokens
 
@@ -40,8 +41,8 @@ class CardLimits:
         )
 
 
-# All that the tests ask: CardLimits((64, 128, 256, 512), has_windows=True, has_drafter=True).
-CARD = CardLimits((64, 128), has_windows=False, has_drafter=False)
+# All that the tests ask: heads of (64, 128, 256, 512) values, and the rest True.
+CARD = CardLimits((64, 128), has_windows=False, has_drafter=False, has_wide_blocks=False)
 
 TILE = 64  # tokens that are compressed at a time; the first tile, which all queries read, stays exact
 WINDOW = 128  # the least number of tokens before a query that it reads exact

@@ -57,7 +57,7 @@ def test_what_was_never_served_there_is_refused_with_what_to_use(change, monkeyp
 
 
 def test_what_the_tests_on_a_card_ask_is_one_line_away(monkeypatch):
-    limits = kv_formats.CardLimits((64, 128, 256, 512), has_windows=True, has_drafter=True)
+    limits = kv_formats.CardLimits((64, 128, 256, 512), *(True,) * 3)
     for case in (Case(draft_kv_dtype="tq4"), Case(spec=Paged(2, 256)), Case(spec=Windowed(3, 512, 1024))):
         with pytest.raises(SettingsError, match="heads of 64 or 128 values without a sliding window"):
             check(case, monkeypatch)

@@ -547,7 +547,7 @@ def attend(
             num_groups=num_groups,
             shared=shared,
             max_count=max_count,
-            has_wgmma=has_wgmma(q.device),
+            has_wgmma=CARD.has_wide_blocks and has_wgmma(q.device),
         )
     segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
     units = (segments, -(-segments // RUN), 1)[config.level]
