@@ -479,7 +479,14 @@ class _Reader:
         self, pieces: Iterable[TensorPiece], shape: tuple[int, ...], quantiser: Quantiser
     ) -> Packed:
         """Read and quantise the pieces of a matrix slice by slice, and return one weight."""
-        return join_slices(map(quantiser, self._slices(pieces)), shape)
+        made = (self._made(one, rows, quantiser) for one in pieces for rows in self._slices([one]))
+        return join_slices(made, shape)
+
+    def _made(self, piece: TensorPiece, rows: Tensor, quantiser: Quantiser) -> Packed:
+        try:
+            return quantiser(rows)
+        except ModelError as error:
+            raise _named(self.checkpoint.name, piece, error) from None
 
     def _slices(self, pieces: Iterable[TensorPiece]) -> Iterable[Tensor]:
         for piece in pieces:
@@ -498,7 +505,8 @@ class _Reader:
             return Dense(whole)
         if len(piece.shape) < 3:  # one expert
             return self._quantised((piece,), piece.shape, quantiser)
-        experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
+        each = (self._rows(piece, index, index + 1)[0] for index in range(piece.shape[0]))
+        experts = (self._made(piece, rows, quantiser) for rows in each)
         return stack_each(experts, piece.shape[0], own_memory)
 
     def _read_packed(self, piece: TensorPiece, expert: int | None = None) -> Packed:

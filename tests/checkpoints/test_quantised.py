@@ -358,6 +358,16 @@ def test_a_quantised_file_without_its_configuration_is_refused(tmp_path, name):
         assert "has no tensor 'model.layers.0." in message
 
 
+@pytest.mark.parametrize(("family", "module"), [("llama", GATE), ("qwen3_moe", DOWN)])
+def test_a_weight_that_cannot_be_quantised_is_named(tmp_path, family, module):
+    write_target(tmp_path, CONFIGS[family](**BASE | (MOE if family == "qwen3_moe" else {})), seed=3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in sorted(tensors) if re.match(module.replace("experts.", "experts.*"), name))
+    tensors[name][-1, ..., -1] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert f"'{name.removesuffix('.weight')}': a weight holds" in refusal(tmp_path, quantization="fp8")
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     pair = write_pair(tmp_path, "fp8-block")
     with pytest.raises(SettingsError, match="quantization = int8, but the checkpoint is quantised"):
