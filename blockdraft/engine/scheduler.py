@@ -390,6 +390,8 @@ class Scheduler:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
+        if len(records) == len(sequences):
+            return self._width_controller.next_widths(records, self.is_ready)
         others = [sequence.width for sequence in sequences if not sequence.may_change_width]
         widths = iter(self._width_controller.next_widths(records, self.is_ready, others))
         return [next(widths) if sequence.may_change_width else sequence.width for sequence in sequences]
