@@ -404,6 +404,8 @@ class Scheduler:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
+        if len(records) == len(sequences):
+            return self._width_controller.next_widths(records, self.is_ready)
         others = [sequence.width for sequence in sequences if not sequence.may_change_width]
         chosen = self._width_controller.next_widths(records, self.is_ready, others)
         if not others:
