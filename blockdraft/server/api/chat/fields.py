@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic.config import JsonDict
@@ -192,7 +192,7 @@ class _Generation(StructuredOutputFields, AnyBody):
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: object
     ) -> SamplingParams:
         """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
-        given: dict[str, object] = dict(defaults)
+        given: dict[str, Any] = dict(defaults)
         for name in self.model_fields_set & _SAMPLING_NAMES:
             if (value := getattr(self, name)) is not None:
                 given[name] = value
