@@ -301,7 +301,7 @@ Piece = tuple[str, int, str, tuple[int, ...]]  # the first values of a Delta; th
 class Deltas:
     """The deltas of a step. Most say only which text and tokens an answer goes on with: these are pieces.
 
-    A piece is made and pickled in a quarter of a delta's time.
+    To make a piece takes a quarter of a delta's time, and it is sent as it is.
     """
 
     pieces: list[Piece] = field(default_factory=list)

@@ -496,6 +496,7 @@ class Scheduler:
     ) -> Committed:
         """Apply a step's outcome to its sequences and return what it added to their answers.
 
+        `Sequence.go_on` serves nearly every row; `accept` the first and last steps and all unusual requests.
         Drop the outcome of a sequence without a row: it ended or was preempted meanwhile.
         `seconds`: the time of the step, if known. `size`: what ran, if it was larger than the batch.
         """
@@ -506,12 +507,8 @@ class Scheduler:
             return Committed()
         now_s, page_size = self.clock(), self.pages.page_size
         chains = self._learn(batch, outcome, seconds, size)
-        sequences, widths, blocks, logprobs = (
-            batch.sequences,
-            batch.counts,
-            outcome.token_ids,
-            outcome.logprobs,
-        )
+        sequences, widths = batch.sequences, batch.counts
+        blocks, logprobs = outcome.token_ids, outcome.logprobs
         seen = [sequence.row is not None for sequence in sequences]
         if not all(seen):
             sequences, widths, chains = _only(seen, sequences), _only(seen, widths), _only(seen, chains)

@@ -60,7 +60,7 @@ class Sequence:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     tally: Tally = field(default_factory=lambda: Tally())
-    plain_end: int = 0  # tokens before this one need no look but for ends; 0: all need `accept`
+    plain_end: int = 0  # of the tokens before it, only those in `end_ids` may end the answer; 0: ask `accept`
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -143,7 +143,7 @@ class Sequence:
         return self.guide is None and not has_stops and self.request.sampling.logprobs is None
 
     def go_on(self, token_ids: tuple[int, ...], width: int) -> Piece | None:
-        """Do what `accept` does, in a third of the time, if the answer goes on behind all these tokens.
+        """Do what `accept` does, in half the time, if the answer goes on behind all these tokens.
 
         Else change nothing and return None. It goes on in nearly every step but its first and last.
         """
