@@ -1,4 +1,4 @@
-"""`weigh`, `grow` and `copy_slots` on a CUDA device; see `kernels/tree.py` and `kernels/heads.py`.
+"""`weigh` and `grow` on a CUDA device; see `kernels/tree.py`.
 
 A tree grows one token after the other, so one program grows a row's whole tree, with all nodes in registers.
 """
@@ -38,7 +38,6 @@ from blockdraft.kernels.triton.scores import (
 _SEED = tl.constexpr(int(Whole.SEED))
 _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
 _LEAST = tl.constexpr(tree.LEAST)
-_SLOTS = 8  # slots that one program copies
 
 
 @triton.jit
@@ -230,33 +229,3 @@ def grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
         W=triton.next_power_of_2(size.width), WIDTH=size.width, num_warps=1, **overlap(anchor.device),
     )  # fmt: skip
     return grown
-
-
-@triton.jit(do_not_specialize=["count"])
-def _copy_slots(
-    keys, values, sources, targets, count, group_stride,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Copy SLOTS slots of one key/value head; grid (parts of all slots, heads)."""
-    start_and_wait(PDL)
-    place = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    source = tl.load(sources + place, mask=place < count, other=0)
-    target = tl.load(targets + place, mask=place < count, other=0)
-    dim = tl.arange(0, DIM_PAD)
-    is_copied = (source != target)[:, None] & (dim < DIM)[None, :]
-    base = tl.program_id(1).to(tl.int64) * group_stride
-    at, to = base + source[:, None] * DIM + dim[None, :], base + target[:, None] * DIM + dim[None, :]
-    k, v = tl.load(keys + at, mask=is_copied), tl.load(values + at, mask=is_copied)
-    tl.store(keys + to, k, mask=is_copied)
-    tl.store(values + to, v, mask=is_copied)
-
-
-def copy_slots(keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Implement `heads.reference_copy_slots` for contiguous keys and values."""
-    num_groups, _, dim = keys.shape
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    _copy_slots[(triton.cdiv(len(sources), _SLOTS), num_groups)](
-        keys, values, sources, targets, len(sources), keys.stride(0),
-        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SLOTS=_SLOTS, num_warps=2, **overlap(keys.device),
-    )  # fmt: skip
