@@ -60,6 +60,10 @@ def test_the_pages_of_trees_are_planned():
     target, draft = folders("qwen3-8b")
     chains, trees = (report_of(draft, target, load_format="dummy", tree=tree).fit for tree in (0, 64))
     assert trees.plan.num_tree_pages == 4 * 15 * 2
+    branches = next(item for item in trees.items if item.name == "branches")
+    tables = 4 * 16 * trees.plan.pages_of(trees.plan.max_positions) * 8
+    per_token = trees.footprint.per_token
+    assert branches.num_bytes == 4 * 15 * 2 * trees.plan.page_size * per_token + tables
     assert trees.plan.num_pages < chains.plan.num_pages
     assert trees.num_bytes == pytest.approx(chains.num_bytes, rel=1e-3), "no more than the budget"
 

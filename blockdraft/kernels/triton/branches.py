@@ -84,11 +84,8 @@ def lay_out(tree: Tree, rows: Tensor, length: Tensor, kinds: Sequence[RowPages],
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=rows.device)
 
-    common = (
-        *(integers(num_branches) for _ in range(3)),
-        integers(num_branches, size.width),
-        integers(num_tokens),
-    )
+    starts, begins, homes = (integers(num_branches) for _ in range(3))
+    common = homes, starts, begins, integers(num_branches, size.width), integers(num_tokens)
     pages = []
     for kind in kinds:
         num_pages, num_shared = kind.table.shape[1], num_branches * (page_size - 1)
@@ -171,8 +168,8 @@ def settle(tree: Tree, branches: Branches, sampled: Tensor, limits: Tensor, page
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=sampled.device)
 
-    boxes = [integers(num_rows, size.width) for _ in range(3)]
-    found = integers(num_rows), *boxes, integers(num_rows, 2)
+    numbers, token_ids, kept = (integers(num_rows, size.width) for _ in range(3))
+    found = integers(num_rows), numbers, token_ids, kept, integers(num_rows, 2)
     copies = [Copies(*(integers(num_rows * size.width) for _ in range(2))) for _ in branches.pages]
     kinds = [
         (kind.slots, kind.table, kind.table.shape[1], *its)
