@@ -546,7 +546,7 @@ class Engine:
         """Read a step's result and apply it. Nothing else in a step waits for the device."""
         outcome = self._outcome(batch, launched)
         seconds = self._seconds(launched)
-        sequences, widths, committed = batch.sequences, batch.counts, outcome.token_ids
+        sequences, widths, committed = batch.sequences, outcome.tried or batch.counts, outcome.token_ids
         seen = [sequence.row is not None for sequence in sequences]
         if not all(seen):
             sequences = tuple(itertools.compress(sequences, seen))
@@ -578,7 +578,8 @@ class Engine:
         assert launched.reading is not None
         token_ids = tuple(launched.reading.token_ids()[: len(batch.sequences)])  # the others were scratch
         if batch.tree:
-            return Outcome(token_ids, chains=tuple(launched.reading.chains()[: len(batch.sequences)]))
+            widths, counts, tried = zip(*launched.reading.chains()[: len(batch.sequences)], strict=True)
+            return Outcome(token_ids, chains=tuple(zip(widths, counts, strict=True)), tried=tried)
         if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []

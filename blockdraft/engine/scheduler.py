@@ -46,7 +46,8 @@ class Outcome:
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
-    chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: see Verdict
+    chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: a chain's width, what it would commit
+    tried: tuple[int, ...] = ()  # per row, of trees: how many columns were tried
 
 
 class Scheduler:
@@ -486,15 +487,16 @@ class Scheduler:
         deltas, now_s, page_size = [], self.clock(), self.pages.page_size
         drafted = self._learn(batch, outcome, seconds, size)
         logprobs = outcome.logprobs or itertools.repeat(())
-        for sequence, width, token_ids, its_logprobs, (its_width, num_right) in zip(
-            batch.sequences, batch.counts, outcome.token_ids, logprobs, drafted, strict=False
+        tried = outcome.tried or batch.counts
+        for sequence, width, tried_width, token_ids, its_logprobs, (its_width, num_right) in zip(
+            batch.sequences, batch.counts, tried, outcome.token_ids, logprobs, drafted, strict=False
         ):
             if sequence.row is None:
                 continue
             sequence.num_in_flight -= width
             if self._width_controller is not None:
                 sequence.tally.record.count(its_width, num_right)
-            deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
+            deltas.append(sequence.accept(token_ids, its_logprobs, now_s, tried_width))
             if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:
                 self._remember(sequence)
             if self._has_more_than_pages:

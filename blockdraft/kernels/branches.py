@@ -59,7 +59,7 @@ class Kept(NamedTuple):
     numbers: Tensor  # [R, width]: the number in the stream of each column's token
     token_ids: Tensor  # [R, width]
     sampled: Tensor  # [R, width]
-    chains: Tensor  # [R, 2]: the width of the first branch, what it alone would commit
+    chains: Tensor  # [R, 3]: a chain's width, what it would commit, and how many columns the tree tried
     copies: tuple[Copies, ...]  # [R * width] of its tokens to the row's own pages, for each kind of pages
 
 
@@ -121,7 +121,9 @@ class Settle(Protocol):
 def reference_settle(tree: Tree, branches: Branches, sampled: Tensor, limits: Tensor, page_size: int) -> Kept:
     """Return the paths to keep, for the target's samples [N] behind all tokens.
 
-    At most limits[r] > 0 tokens of row r are committed.
+    At most limits[r] > 0 tokens of row r are committed. The chain is the first branch and the draft that
+    follows it: the branch ends where the drafter is unsure, and that draft counts as much as others. The
+    tree tried a column if a token there follows tokens that were all right.
     """
     size, num_rows = tree.size, len(limits)
     counts = reference_count_accepted(sampled[tree.paths], branches.path_ids, tree.lengths)
@@ -137,7 +139,13 @@ def reference_settle(tree: Tree, branches: Branches, sampled: Tensor, limits: Te
         targets = kind.table[first].gather(1, page) * page_size + position % page_size
         parts = kind.slots[:, 0][numbers], targets
         copies.append(Copies(*(torch.where(is_kept, part, 0).flatten() for part in parts)))
-    chains = torch.stack((tree.lengths[first], counts[:, 0]), dim=1)
+    width, alone = tree.lengths[first], counts[:, 0]
+    followed = sampled[tree.paths[first, width - 1]]
+    alone = alone + ((alone == width) & (followed == tree.following))
+    width = width + (tree.following >= 0)
+    best = counts.amax(dim=1, keepdim=True)
+    deepest = torch.where(counts == best, tree.lengths.view_as(counts), 0).amax(dim=1)
+    chains = torch.stack((width, alone, deepest.minimum(best[:, 0] + 1)), dim=1)
     return Kept(num_committed, numbers, tree.token_ids[numbers], sampled[numbers], chains, tuple(copies))
 
 

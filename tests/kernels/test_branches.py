@@ -77,6 +77,8 @@ def samples_for(tree, seed):
         for token, following in itertools.pairwise(path):
             if torch.rand((), generator=generator) < 0.8:
                 sampled[token] = tree.token_ids[following]
+    for leaf, following in zip(tree.paths[:: tree.size.branches, -1], tree.following, strict=True):
+        sampled[leaf] = following if seed % 2 else -5
     return sampled
 
 
@@ -89,8 +91,9 @@ def test_the_longest_path_that_agrees_is_kept_and_moves_to_its_rows_pages(shape)
         sampled = samples_for(tree, seed)
         kept = reference_settle(tree, found, sampled, limits, page_size)
         for row in range(len(ROWS)):
-            path, paths = [row * nodes], tree.paths[row * tree.size.branches :][: tree.size.branches]
-            held = {tuple(one[:end]) for one in paths.tolist() for end in range(width + 1)}
+            path, branches = [row * nodes], range(row * tree.size.branches, (row + 1) * tree.size.branches)
+            paths = [tree.paths[branch, : tree.lengths[branch]].tolist() for branch in branches]
+            held = {tuple(one[: end + 1]) for one in paths for end in range(len(one))}
             while True:  # a walk from the anchor
                 right = tree.token_ids == sampled[path[-1]]
                 children = [one for one in right.nonzero().flatten().tolist() if one != path[-1]]
@@ -104,9 +107,13 @@ def test_the_longest_path_that_agrees_is_kept_and_moves_to_its_rows_pages(shape)
             assert kept.numbers[row, :count].tolist() == path[:count]
             assert kept.token_ids[row, :count].tolist() == tree.token_ids[path[:count]].tolist()
             assert kept.sampled[row, :count].tolist() == sampled[path[:count]].tolist()
-            first = tree.paths[row * tree.size.branches, : tree.lengths[row * tree.size.branches]].tolist()
+            first = paths[0]
             alone = sum(path[:end] == first[:end] for end in range(1, min(len(path), len(first)) + 1))
-            assert kept.chains[row].tolist() == [len(first), alone]
+            following = int(tree.following[row])
+            is_right = alone == len(first) and following == sampled[first[-1]]
+            assert kept.chains[row, :2].tolist() == [len(first) + (following >= 0), alone + is_right]
+            has_children = any(one[: len(path)] == tuple(path) for one in held if len(one) > len(path))
+            assert kept.chains[row, 2] == len(path) + has_children
             for kind, pages, copies in zip(kinds, found.pages, kept.copies, strict=True):
                 sources, targets = (one.view(len(ROWS), width)[row].tolist() for one in copies)
                 start, table = LENGTHS[ROWS[row]], kind.table[ROWS[row]].tolist()

@@ -78,6 +78,16 @@ def test_every_token_has_one_branch_and_every_path_its_ancestors(nodes, width):
         assert [len(paths) for paths in held] == [nodes, nodes]
         assert tree.token_ids[tree.offsets[:: size.branches][:-1]].tolist() == [7, 8]
         assert tree.offsets[-1] == 2 * nodes
+        for row in range(2):
+            leaf, line = int(tree.paths[row * size.branches, -1]), 0
+            column = int(tree.columns[leaf])
+            if column == width - 1:
+                assert tree.following[row] == -1
+                continue
+            if choices.chances.shape[2] > 1 and column > 0:
+                line = choices.ids[row, column - 1].tolist().index(int(tree.token_ids[leaf]))
+            best = choices.places[row, column, line, 0]
+            assert tree.following[row] == choices.ids[row, column, best]
         for branch, (first, length) in enumerate(
             zip(tree.firsts.tolist(), tree.lengths.tolist(), strict=True)
         ):

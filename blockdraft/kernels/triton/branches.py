@@ -118,9 +118,9 @@ def _copies_of(
 
 @triton.jit
 def _settle(
-    sampled, limits, token_ids, lengths, paths, starts, out_committed, out_numbers, out_ids, out_sampled,
-    out_chains, slots, table, num_pages, out_sources, out_targets, exact_slots, exact_table, num_exact_pages,
-    exact_sources, exact_targets,
+    sampled, limits, token_ids, lengths, paths, following_ids, starts,
+    out_committed, out_numbers, out_ids, out_sampled, out_chains, slots, table, num_pages,
+    out_sources, out_targets, exact_slots, exact_table, num_exact_pages, exact_sources, exact_targets,
     BRANCHES: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +143,13 @@ def _settle(
     committed = tl.minimum(best, tl.load(limits + r))
     numbers = tl.sum(tl.where((rank == chosen)[:, None], number, 0), axis=0)
     tl.store(out_committed + r, committed.to(tl.int64))
-    tl.store(out_chains + 2 * r, tl.load(lengths + r * BRANCHES))
-    tl.store(out_chains + 2 * r + 1, tl.sum(tl.where(rank == 0, counts, 0), axis=0).to(tl.int64))
+    width, alone = tl.load(lengths + r * BRANCHES), tl.sum(tl.where(rank == 0, counts, 0), axis=0)
+    next_id = tl.load(following_ids + r)
+    last = tl.load(sampled + tl.load(paths + r * BRANCHES * WIDTH + width - 1))
+    deepest = tl.max(tl.where(is_branch & (counts == best), ends, 0), axis=0)
+    tl.store(out_chains + 3 * r, width + (next_id >= 0))
+    tl.store(out_chains + 3 * r + 1, alone.to(tl.int64) + ((alone == width) & (last == next_id)))
+    tl.store(out_chains + 3 * r + 2, tl.minimum(deepest, best + 1).to(tl.int64))
     out = r * WIDTH + column
     tl.store(out_numbers + out, numbers, mask=is_in)
     tl.store(out_ids + out, tl.load(token_ids + numbers), mask=is_in)
@@ -169,15 +174,16 @@ def settle(tree: Tree, branches: Branches, sampled: Tensor, limits: Tensor, page
         return torch.empty(shape, dtype=torch.int64, device=sampled.device)
 
     numbers, token_ids, kept = (integers(num_rows, size.width) for _ in range(3))
-    found = integers(num_rows), numbers, token_ids, kept, integers(num_rows, 2)
+    found = integers(num_rows), numbers, token_ids, kept, integers(num_rows, 3)
     copies = [Copies(*(integers(num_rows * size.width) for _ in range(2))) for _ in branches.pages]
     kinds = [
         (kind.slots, kind.table, kind.table.shape[1], *its)
         for kind, its in zip(branches.pages, copies, strict=True)
     ]
     _settle[(num_rows,)](
-        sampled, limits, tree.token_ids, tree.lengths, tree.paths, branches.starts, *found, *kinds[0],
-        *kinds[-1], BRANCHES=size.branches, P=triton.next_power_of_2(size.branches), WIDTH=size.width,
+        sampled, limits, tree.token_ids, tree.lengths, tree.paths, tree.following, branches.starts,
+        *found, *kinds[0], *kinds[-1],
+        BRANCHES=size.branches, P=triton.next_power_of_2(size.branches), WIDTH=size.width,
         W=triton.next_power_of_2(size.width), PAGE_SIZE=page_size, HAS_EXACT=len(kinds) > 1, num_warps=1,
         **overlap(sampled.device),
     )  # fmt: skip

@@ -126,7 +126,7 @@ def weigh(
 @triton.jit(do_not_specialize=["spare"])  # it changes, which a constant cannot
 def _grow(
     ids, chances, places, anchors, out_tokens, out_branches, out_columns, out_offsets, out_firsts,
-    out_lengths, out_paths, C, LINES, K, spare,
+    out_lengths, out_paths, out_following, C, LINES, K, spare,
     NODES: tl.constexpr, BRANCHES: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +178,14 @@ def _grow(
             spare += 2 - depth
             num_branches += 1
         lengths = tl.where(branch == own, depth + 1, lengths)
+    last_column = tl.sum(tl.where(branch == 0, lengths, 0), axis=0) - 1
+    is_leaf = (branch_of == 0) & (column_of == last_column)
+    its_place = tl.sum(tl.where(is_leaf, place_of, 0), axis=0)
+    is_short = last_column < C
+    line = ((r * C + last_column) * LINES + tl.minimum(its_place, LINES - 1)) * K
+    place = tl.load(places + line, mask=is_short, other=0)
+    its_id = tl.load(ids + (r * C + last_column) * K + place, mask=is_short, other=-1)
+    tl.store(out_following + r, its_id)
     counts = tl.where(lengths > 1, lengths - firsts, 0)
     begin = tl.cumsum(counts, axis=0) - counts
     shift = begin - firsts  # of a column's number in the stream
@@ -220,6 +228,7 @@ def grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
         firsts=integers(num_branches),
         lengths=integers(num_branches),
         paths=integers(num_branches, size.width),
+        following=integers(num_rows),
     )
     _, num_columns, num_lines, num_ranks = choices.chances.shape
     _grow[(num_rows,)](
