@@ -7,7 +7,8 @@ scratch row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from blockdraft.cache.paged import CompressedKV, CompressedLayer, PagedKV
 from blockdraft.cache.raw_slots import RawSlots
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.spec import Compressed, LayerSpec, Recurrent, SharedWith
+from blockdraft.cache.spec import Compressed, LayerSpec, Paged, Recurrent, SharedWith
 from blockdraft.cache.tree_view import TreePages, TreeView
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.branches import Stores, stores_of
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_formats import TILE
@@ -49,10 +51,13 @@ class Cache:
         num_exact_pages: int = 0,
         num_slots: int = 0,
         num_tree_pages: int = 0,
+        num_tree_layers: int = 0,
     ) -> None:
-        """`num_tree_pages`: pages for the branches of trees, beside the others of each kind."""
+        """`num_tree_pages`: pages for the branches of trees, beside the others of each kind.
+
+        `num_tree_layers`: the number of the target's layers, which come first.
+        """
         self._kernels = kernels
-        self._tree_pages = TreePages(num_pages, num_exact_pages, page_size)
         self._rule = rule or PositionRule()
         self.page_size = page_size
         self.num_pages = num_pages
@@ -83,6 +88,17 @@ class Cache:
             for spec in dict.fromkeys(specs)
             if isinstance(spec, Compressed)
         }
+        paged = functools.partial(
+            PagedKV, num_slots=(num_pages + num_tree_pages) * page_size, dtype=dtype, device=device
+        )
+        self.storage = self._layers(specs, paged)
+        firsts, stores = (num_pages, num_exact_pages), self._stores(num_tree_layers)
+        self._tree_pages = TreePages(firsts, stores, page_size)
+
+    def _layers(
+        self, specs: tuple[LayerSpec, ...], paged: Callable[[Paged], PagedKV]
+    ) -> tuple[LayerStorage, ...]:
+        """Return the storage of each layer; `paged` allocates one."""
         storage: list[LayerStorage] = []
         for index, spec in enumerate(specs):
             if isinstance(spec, SharedWith):
@@ -92,9 +108,8 @@ class Cache:
             elif isinstance(spec, Compressed):
                 storage.append(CompressedLayer(self._compressed[spec], specs[:index].count(spec)))
             else:
-                slots = (num_pages + num_tree_pages) * page_size
-                storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
-        self.storage = tuple(storage)
+                storage.append(paged(spec))
+        return tuple(storage)
 
     def view(
         self,
@@ -153,6 +168,12 @@ class Cache:
         """Return the view of a step that verifies a tree of each active row."""
         assert not self._states, "a state belongs to one path"
         return TreeView(self.storage, rows=rows, tree=tree, pages=self._tree_pages, kernels=self._kernels)
+
+    def _stores(self, num_layers: int) -> tuple[tuple[Stores, ...], ...]:
+        """Return the keys and values of the first layers, by kind of pages: all, and exact ones."""
+        layers = {id(one): one for one in self.storage[:num_layers]}.values()
+        kinds = PagedKV, CompressedLayer
+        return tuple(stores_of([one.exact for one in layers if isinstance(one, kind)]) for kind in kinds)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
         """Return the tiles to compress if the active rows grow from starts [R] by counts [R] <= max_count."""

@@ -1,17 +1,9 @@
-"""TreeView: the view of a step that verifies trees of drafts.
-
-Each branch is a row of its own to attention: it has a page table whose last pages, those with the tree's
-columns, are its own. So each query finds keys and values by position, as in a chain, and computes the same
-bits. What a branch shares with others, its ancestors and the committed tokens on its first own page, is
-copied to its pages in every layer. The first branch of a row has the row's own pages.
-"""
+"""TreeView: the view of a step that verifies trees of drafts (kernels/branches.py)."""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from blockdraft.cache.paged import CompressedLayer, PagedKV
@@ -19,42 +11,21 @@ from blockdraft.cache.recurrent import Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.branches import BranchPages, Copies, Kept, RowPages, Stores
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.sampling import Places
 from blockdraft.kernels.tree import Tree
-from blockdraft.kernels.tree_size import pages_per_branch
 
 
 class TreePages(NamedTuple):
-    """The pages of all branches but the first of each row. They keep nothing from step to step."""
+    """The pages of all branches but the first of each row. They keep nothing from step to step.
 
-    first: int  # the first page; the others follow
-    first_exact: int  # likewise, of exact keys and values, if layers compress
+    Both fields have an entry for usual pages, and one for those of exact keys and values, if layers compress.
+    """
+
+    firsts: tuple[int, ...]  # the first page; the others follow
+    stores: tuple[tuple[Stores, ...], ...]  # of the layers that trees write
     page_size: int
-
-
-class Copies(NamedTuple):
-    """Slots to copy; 0 to 0 where there is nothing to do."""
-
-    sources: Tensor  # [n]
-    targets: Tensor  # [n]
-
-
-class _Tables(NamedTuple):
-    """The pages of each branch's row, and of each branch, for one kind of pages."""
-
-    of_rows: Tensor  # [branches, pages]
-    of_branches: Tensor  # [branches, pages]
-
-
-def _slots(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Return the slots of positions [n, k] in a table [n, pages], any slot for positions past its end."""
-    page = table.gather(1, (positions // page_size).clamp(max=table.shape[1] - 1))
-    return page * page_size + positions % page_size
-
-
-def _copies(is_copied: Tensor, sources: Tensor, targets: Tensor) -> Copies:
-    return Copies(*(torch.where(is_copied, one, 0).flatten() for one in (sources, targets)))
 
 
 class TreeView(CacheView):
@@ -63,46 +34,34 @@ class TreeView(CacheView):
     def __init__(
         self, storage: tuple[LayerStorage, ...], *, rows: Rows, tree: Tree, pages: TreePages, kernels: Kernels
     ) -> None:
-        self.tree = tree
-        size, active = tree.size, rows.active
-        self._lengths = rows.length[active]  # [R]
-        self._branch = torch.arange(len(active) * size.branches, device=active.device)
-        row = self._branch // size.branches
-        self._start = self._lengths[row]  # [R * P] of the whole path
-        rank = self._branch % size.branches  # among the row's branches
-        per_branch = pages_per_branch(size.width, pages.page_size)
-        at = torch.arange(rows.page_table.shape[1], device=active.device)
-        place = at - (self._start // pages.page_size)[:, None]  # among a branch's own pages
-        is_own = (place >= 0) & (place < per_branch) & (rank > 0)[:, None]
-        own = (row * (size.branches - 1) + rank - 1)[:, None] * per_branch + place
+        """Copy the committed tokens that share a page with a tree to the pages of its branches."""
+        self.tree, self._pages_of_trees = tree, pages
+        tables = [rows.page_table] if rows.exact_table is None else [rows.page_table, rows.exact_table]
+        kinds = [RowPages(*one) for one in zip(tables, pages.firsts, strict=False)]
+        found = kernels.lay_out(tree, rows.active, rows.length, kinds, pages.page_size)
+        self.branches = found
+        counts = _counts(tree, kernels)
 
-        def tables(table: Tensor, first: int) -> _Tables:
-            of_rows = table[active][row]
-            return _Tables(of_rows, torch.where(is_own, first + own, of_rows))
+        def blocks(own: BranchPages, table: Tensor, exact: Tensor | None = None) -> Blocks:
+            return Blocks(
+                pages=table,
+                starts=found.begins,
+                counts=counts,
+                page_size=pages.page_size,
+                locate=lambda *_, **__: (found.positions, own.slots),
+                offsets=tree.offsets,
+                exact_pages=exact,
+                most=tree.size.width,
+            )
 
-        self._tables = [tables(rows.page_table, pages.first)]
         self._compressing: Blocks | None = None
-        on_pages = functools.partial(
-            Blocks,
-            starts=self._start + tree.firsts,
-            counts=_counts(tree, kernels),
-            page_size=pages.page_size,
-            locate=kernels.locate,
-            offsets=tree.offsets,
-            most=size.width,
-        )
         if rows.exact_table is not None:  # what is compressed is committed: it is on the row's pages
-            self._tables.append(tables(rows.exact_table, pages.first_exact))
-            own_exact = self._tables[1].of_branches
-            self._compressing = on_pages(pages=self._tables[0].of_rows, exact_pages=own_exact)
-        blocks = on_pages(pages=self._tables[0].of_branches)
-        scan = Scan(active, self._lengths, None, is_known=False, max_count=size.width)
-        super().__init__(storage, blocks=blocks, rows=scan, kernels=kernels)
-        self._kept: list[PagedKV | CompressedLayer] = []  # the layers that the tree has written
-        self._written = [blocks.write_slots]  # the slots [N] that tokens are written to, by kind of page
-        if self._compressing is not None:
-            self._written.append(self._compressing.exact_write_slots)
-        self._shared = [self._shared_slots(kind) for kind in range(len(self._tables))]
+            exact = found.pages[1]
+            self._compressing = blocks(exact, rows.page_table[found.rows], exact.table)
+        scan = Scan(rows.active, rows.length, None, is_known=False, max_count=tree.size.width)
+        own = found.pages[0]
+        super().__init__(storage, blocks=blocks(own, own.table), rows=scan, kernels=kernels)
+        self._copy(tuple(kind.copies for kind in found.pages))
 
     @property
     def places(self) -> Places:
@@ -110,47 +69,24 @@ class TreeView(CacheView):
         tree = self.tree
         return Places(tree.branches, tree.columns, tree.offsets, tree.size.width)
 
-    @property
-    def path_starts(self) -> Tensor:
-        """The position [R * P] of the first token, the anchor, of each branch's path."""
-        return self._start
+    def keep(self, sampled: Tensor, limits: Tensor) -> Kept:
+        """Move the paths that agree with the target's samples [N] to the rows' own pages.
 
-    def _shared_slots(self, kind: int) -> Copies:
-        """Return the copies of what a branch's own pages share with others."""
-        tables, written, page_size = self._tables[kind], self._written[kind], self._blocks.page_size
-        width, start = self.tree.size.width, self._start[:, None]
-        num_shared = torch.arange(page_size - 1 + width - 1, device=start.device)
-        position = start // page_size * page_size + num_shared
-        is_later = self._branch % self.tree.size.branches > 0
-        is_shared = is_later[:, None] & (position < start + self.tree.firsts[:, None])
-        ancestor = self.tree.paths.gather(1, (position - start).clamp(min=0, max=width - 1))
-        before = _slots(tables.of_rows, position, page_size)
-        source = torch.where(position < start, before, written[ancestor])
-        return _copies(is_shared, source, _slots(tables.of_branches, position, page_size))
+        At most limits[r] > 0 tokens of row r are committed.
+        """
+        kept = self._kernels.settle(self.tree, self.branches, sampled, limits, self._pages_of_trees.page_size)
+        self._copy(kept.copies)
+        return kept
 
     def _blocks_of(self, storage: PagedKV | CompressedLayer) -> Blocks:
         if self._compressing is None or not isinstance(storage, CompressedLayer):
             return self._blocks
         return self._compressing
 
-    def _wrote(self, storage: PagedKV | CompressedLayer) -> None:
-        self._kept.append(storage)
-        self._copy(storage, self._shared)
-
-    def _copy(self, storage: PagedKV | CompressedLayer, copies: list[Copies]) -> None:
-        self._kernels.copy_slots(*storage.exact, *copies[isinstance(storage, CompressedLayer)])
-
-    def keep(self, branch: Tensor, num_committed: Tensor) -> None:
-        """Move the first `num_committed` [R] columns of each row's `branch` [R] to the row's own pages."""
-        size = self.tree.size
-        column = torch.arange(size.width, device=branch.device)
-        is_kept, position = column < num_committed[:, None], self._lengths[:, None] + column
-        copies = []
-        for kind, tables in enumerate(self._tables):
-            targets = _slots(tables.of_rows[:: size.branches], position, self._blocks.page_size)
-            copies.append(_copies(is_kept, self._written[kind][self.tree.paths[branch]], targets))
-        for storage in self._kept:
-            self._copy(storage, copies)
+    def _copy(self, kinds: tuple[Copies, ...]) -> None:
+        for stores, copies in zip(self._pages_of_trees.stores, kinds, strict=False):
+            for one in stores:
+                self._kernels.copy_slots(one, copies)
 
 
 def _counts(tree: Tree, kernels: Kernels) -> tuple[int, ...]:

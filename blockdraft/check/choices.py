@@ -10,11 +10,11 @@ from torch import Tensor
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.check.comparison import Comparison, Comparisons, Numbers
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import ngram_lookup, sampling, tree
+from blockdraft.kernels import branches, ngram_lookup, sampling, tree
 from blockdraft.kernels.candidates import reference_walk
-from blockdraft.kernels.heads import reference_copy_slots
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.kernels.tree_size import tree_size
+from blockdraft.planner.plan import Plan
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.pairs import PairDrafter
 
@@ -68,7 +68,7 @@ def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def compare_trees(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare what trees hold, the chances that they grow by, and copies of keys and values."""
+    """Compare what trees hold, the chances that they grow by, their tokens' places, and which are kept."""
     drafter, plan = engine.models.drafter, engine.plan
     if not plan.tree or not isinstance(drafter, DFlashDrafter):
         return
@@ -89,12 +89,44 @@ def compare_trees(engine: Engine, numbers: Numbers) -> Comparisons:
         for name in ("token_ids", "offsets", "paths"):
             found = getattr(grown, name), getattr(expected, name)
             yield Comparison(f"{num_nodes} tokens, {name}", *found)
-    keys, values = (numbers.normal(2, 40, 64) for _ in range(2))
-    sources, targets = numbers.whole(5, 0, 7, 9), numbers.whole(20, 0, 7, 21)
-    copied, wanted_keys = (keys.clone(), values.clone()), (keys.clone(), values.clone())
-    numbers.kernels.copy_slots(*copied, sources, targets)
-    reference_copy_slots(*wanted_keys, sources, targets)
-    yield Comparison("copied slots", torch.cat(copied), torch.cat(wanted_keys).double())
+        yield from _compare_branches(expected, table, plan, numbers)
+    copies = branches.Copies(numbers.whole(5, 0, 7, 9), numbers.whole(20, 0, 7, 21))
+    layers = [numbers.normal(2, 40, 64) for _ in range(4)]
+    wanted_layers = [one.clone() for one in layers]
+    for both, copy in (
+        (layers, numbers.kernels.copy_slots),
+        (wanted_layers, branches.reference_copy_slots),
+    ):
+        for stores in branches.stores_of([(both[0], both[1]), (both[2], both[3])]):
+            copy(stores, copies)
+    yield Comparison("copied slots", torch.cat(layers), torch.cat(wanted_layers).double())
+
+
+def _compare_branches(grown: tree.Tree, table: Rows, plan: Plan, numbers: Numbers) -> Comparisons:
+    """Compare the places of trees' tokens, and the paths that are kept for random samples."""
+    name, page_size = f"{grown.size.nodes} tokens", plan.page_size
+    num_rows, num_pages = len(table.active), plan.pages_of(plan.scratch + 2 * len(RULES))
+    pages = numbers.integers(99, len(table.length), num_pages)
+    kinds = [branches.RowPages(pages, 100), branches.RowPages(pages + 1, 200)][
+        : 1 + bool(plan.num_exact_pages)
+    ]
+    given = grown, table.active, table.length, kinds, page_size
+    found, expected = numbers.kernels.lay_out(*given), branches.reference_lay_out(*given)
+    limits = numbers.whole(*[plan.block] * num_rows)
+    # Often the token after it in the stream, which is a child if both are of one branch.
+    sampled = grown.token_ids.roll(-1).where(numbers.integers(4, len(grown.token_ids)) > 0, -1)
+    kept = numbers.kernels.settle(grown, found, sampled, limits, page_size)
+    wanted = branches.reference_settle(grown, expected, sampled, limits, page_size)
+    for part in ("num_committed", "numbers", "token_ids", "sampled", "chains"):
+        yield Comparison(f"{name}, {part} kept", getattr(kept, part), getattr(wanted, part))
+    for part in ("rows", "starts", "begins", "path_ids", "positions"):
+        yield Comparison(f"{name}, {part} of branches", getattr(found, part), getattr(expected, part))
+    kinds_of_pages = zip(found.pages, kept.copies, expected.pages, wanted.copies, strict=True)
+    for got, copies, its, its_copies in kinds_of_pages:
+        yield Comparison(f"{name}, pages", got.table, its.table)
+        yield Comparison(f"{name}, slots", got.slots, its.slots)
+        pairs = torch.cat((*got.copies, *copies)), torch.cat((*its.copies, *its_copies))
+        yield Comparison(f"{name}, copies", *pairs)
 
 
 def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:

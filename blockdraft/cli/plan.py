@@ -20,6 +20,7 @@ from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.engine_step import calibration, not_calibrated
+from blockdraft.planner.estimate import TREE_GAINS
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Case, open_pair
@@ -246,12 +247,28 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
         ]
         notes += [f"draft {draft} in {share:.0%} of the steps" for draft, share in positions]
         yield from (f"  acceptance: {note}" for note in notes if note)
+    yield from _tree_lines(report)
     if report.unpacks_weights:
         method = report.case.pair.target.stored.method
         elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
         yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
     if report.case.settings.engine != "native":
         yield f"  interval: {_interval_note(report)}"
+
+
+def _tree_lines(report: Report) -> Iterator[str]:
+    """Yield what estimates with trees rest on, if trees are planned."""
+    if report.fit.plan is None or not report.fit.plan.tree:
+        return
+    sizes = {count: speed.step.tree for count, speed in report.speeds if speed.step.tree}
+    users = {count: "1 user" if count == 1 else f"{count} users" for count in sizes}
+    shown = [
+        f"{size} tokens for {users[count]}, {TREE_GAINS[size]:g} times a chain's"
+        for count, size in sizes.items()
+    ]
+    yield f"  trees: {'; '.join(shown) or 'none of these, as chains are estimated to be faster'}"
+    yield "  trees: the gain is the default pair's on three sets of prompts; each branch reads the context"
+    yield "  trees: no step with trees was timed on a card"
 
 
 def _interval(report: Report, value: float) -> str:

@@ -33,6 +33,7 @@ def make_cache(models: LoadedPair, plan: Plan) -> Cache:
         num_exact_pages=plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0,
         num_slots=plan.num_states + NUM_RESERVED_SLOTS if plan.num_states else 0,
         num_tree_pages=plan.num_tree_pages,
+        num_tree_layers=models.config.num_layers if plan.tree else 0,
     )
 
 

@@ -571,7 +571,8 @@ class Engine:
         assert launched.reading is not None
         token_ids = tuple(launched.reading.token_ids()[: len(batch.sequences)])  # the others were scratch
         if batch.tree:
-            return Outcome(token_ids, chains=tuple(launched.reading.chains()[: len(batch.sequences)]))
+            widths, counts, tried = zip(*launched.reading.chains()[: len(batch.sequences)], strict=True)
+            return Outcome(token_ids, chains=tuple(zip(widths, counts, strict=True)), tried=tried)
         if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []

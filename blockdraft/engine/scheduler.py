@@ -48,7 +48,8 @@ class Outcome:
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
-    chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: see Verdict
+    chains: tuple[tuple[int, int], ...] = ()  # per row, of trees: a chain's width, what it would commit
+    tried: tuple[int, ...] = ()  # per row, of trees: how many columns were tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,25 +507,25 @@ class Scheduler:
             self._commit_prompts(batch, outcome)
             return Committed()
         now_s, page_size = self.clock(), self.pages.page_size
-        chains = self._learn(batch, outcome, seconds, size)
-        sequences, widths = batch.sequences, batch.counts
+        drafted = self._learn(batch, outcome, seconds, size)
+        sequences, widths, tried = batch.sequences, batch.counts, outcome.tried or batch.counts
         blocks, logprobs = outcome.token_ids, outcome.logprobs
         seen = [sequence.row is not None for sequence in sequences]
         if not all(seen):
-            sequences, widths, chains = _only(seen, sequences), _only(seen, widths), _only(seen, chains)
-            blocks, logprobs = _only(seen, blocks), _only(seen, logprobs)
+            sequences, widths, tried = _only(seen, sequences), _only(seen, widths), _only(seen, tried)
+            blocks, logprobs, drafted = _only(seen, blocks), _only(seen, logprobs), _only(seen, drafted)
         num_committed = [len(token_ids) for token_ids in blocks]
-        found = Committed(sequences, widths, num_committed, [*num_committed])
-        rows = zip(sequences, widths, blocks, logprobs or ((),) * len(blocks), chains, strict=True)
-        for at, (sequence, width, token_ids, its_logprobs, (its_width, num_right)) in enumerate(rows):
+        found = Committed(sequences, tried, num_committed, [*num_committed])
+        rows = zip(sequences, widths, tried, blocks, logprobs or ((),) * len(blocks), drafted, strict=True)
+        for at, (sequence, width, num_tried, token_ids, its_logprobs, record) in enumerate(rows):
             sequence.num_in_flight -= width
             if self._width_controller is not None:
-                sequence.tally.record.count(its_width, num_right)
-            piece = sequence.go_on(token_ids, width)
+                sequence.tally.record.count(*record)
+            piece = sequence.go_on(token_ids, num_tried)
             if piece is not None:
                 found.deltas.pieces.append(piece)
             else:
-                delta = sequence.accept(token_ids, its_logprobs, now_s, width)
+                delta = sequence.accept(token_ids, its_logprobs, now_s, num_tried)
                 found.deltas.others.append(delta)
                 found.num_kept[at] = len(delta.token_ids)
             if sequence.length >= (sequence.num_remembered_pages + 1) * page_size:

@@ -3,7 +3,7 @@
 A tree takes longer than a chain and commits more. Both are measured while serving: the seconds of a step, and
 the ratio of what trees of a size committed to what chains of the same rows were expected to commit. The first
 branch of a tree begins as the chain that would have been drafted, so chains' chances are learnt from trees,
-too: about 4 % too high, because the branch ends where the drafter is unsure.
+too. The branch ends where the drafter is unsure: the draft behind it counts, too, though it is in no tree.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class TreeChoice:
         return float(self._controller.chances.committed(records, [self._block])[0])
 
     def count_chains(self, chains: Sequence[tuple[int, int]]) -> None:
-        """Count the first branches, each a width and its right drafts, as the chains that they are."""
+        """Count the chains that rows would have drafted, as far as is known: widths and right drafts."""
         widths, num_right = zip(*chains, strict=True)
         self._controller.chances.count(widths, num_right)
 

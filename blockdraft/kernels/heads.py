@@ -36,16 +36,18 @@ class Rotation(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Keys and values [G, S, D] to write to: token n goes to slot `slot_ids[n]`."""
+    """Keys and values [G, S, D] to write to: token n goes to slot `slot_ids[n]`, or to several slots.
+
+    A slot may repeat among a token's own.
+    """
 
     keys: Tensor
     values: Tensor
-    slot_ids: Tensor
+    slot_ids: Tensor  # [N] or [N, slots]
     rotation: Rotation | None = None
 
 
 NormRopeWrite = Callable[[Tensor | None, Tensor, Tensor, HeadNorms | None, Angles, Slots], Tensor | None]
-CopySlots = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 GateHeads = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -64,14 +66,11 @@ def write(k: Tensor, v: Tensor, slots: Slots) -> None:
         apply_rotation(k, rotation, None if rotation is None else rotation.centre),
         apply_rotation(v, rotation),
     )
-    slots.keys.index_copy_(1, slots.slot_ids, k.transpose(0, 1))
-    slots.values.index_copy_(1, slots.slot_ids, v.transpose(0, 1))
-
-
-def reference_copy_slots(keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy slots of keys and values [G, S, D]. No target is another's source; 0 to 0 may repeat."""
-    for stored in (keys, values):
-        stored.index_copy_(1, targets, stored.index_select(1, sources))
+    if slots.slot_ids.dim() > 1:
+        k, v = (part.repeat_interleave(slots.slot_ids.shape[1], dim=0) for part in (k, v))
+    slot_ids = slots.slot_ids.flatten()
+    slots.keys.index_copy_(1, slot_ids, k.transpose(0, 1))
+    slots.values.index_copy_(1, slot_ids, v.transpose(0, 1))
 
 
 def reference_gate_heads(x: Tensor, gate: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from blockdraft.kernels import (
     acceptance,
     attention,
     block_conv,
+    branches,
     candidates,
     gated_delta,
     heads,
@@ -27,6 +28,7 @@ from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 from blockdraft.kernels.pick.attention import pick_attend, pick_attend_compressed, pick_compress, pick_locate
 from blockdraft.kernels.pick.choosing import (
     pick_acceptance,
+    pick_branches,
     pick_choose,
     pick_forbid,
     pick_ngram_lookup,
@@ -36,7 +38,6 @@ from blockdraft.kernels.pick.choosing import (
 from blockdraft.kernels.pick.mixtures import pick_experts, pick_route
 from blockdraft.kernels.pick.pointwise import (
     pick_block_convs,
-    pick_copy_slots,
     pick_gate_heads,
     pick_gate_mul,
     pick_norm_rope_write,
@@ -71,7 +72,6 @@ class Kernels:
     int8_linear: int8.Int8Multiply
     int8_look_up: int8.Int8LookUp
     norm_rope_write: heads.NormRopeWrite
-    copy_slots: heads.CopySlots
     gate_heads: heads.GateHeads
     attend: attention.Attend
     locate: attention.Locate | None
@@ -94,6 +94,9 @@ class Kernels:
     walk: candidates.WalkCandidates
     weigh: tree.Weigh
     grow: tree.Grow
+    lay_out: branches.LayOut
+    settle: branches.Settle
+    copy_slots: branches.CopySlots
     lookup: ngram_lookup.Lookup
     remember: ngram_lookup.Remember
 
@@ -144,6 +147,7 @@ def _assembled(at: Available) -> Kernels:
     scan, fold = pick_scan(at)
     count_accepted, draw_accepted, advance = pick_acceptance(at)
     weigh, grow = pick_trees(at)
+    lay_out, settle, copy_slots = pick_branches(at)
     lookup, remember = pick_ngram_lookup(at)
     conv_before, conv_after = pick_block_convs(at, linear, rms_norm)
     return Kernels(
@@ -158,7 +162,6 @@ def _assembled(at: Available) -> Kernels:
         int8_linear=int8_linear,
         int8_look_up=int8_look_up,
         norm_rope_write=pick_norm_rope_write(at, rms_norm, rotate),
-        copy_slots=pick_copy_slots(at),
         gate_heads=pick_gate_heads(at),
         attend=pick_attend(at),
         locate=pick_locate(at),
@@ -181,6 +184,9 @@ def _assembled(at: Available) -> Kernels:
         walk=pick_walk(at),
         weigh=weigh,
         grow=grow,
+        lay_out=lay_out,
+        settle=settle,
+        copy_slots=copy_slots,
         lookup=lookup,
         remember=remember,
     )

@@ -48,6 +48,7 @@ class Tree(NamedTuple):
     firsts: Tensor  # [R * P]: the column of the first of them; 0 if there is none
     lengths: Tensor  # [R * P]: the columns of a branch's path, ancestors included; 1 if it has no tokens
     paths: Tensor  # [R * P, width]: the number in the stream of each column's token; past the end the last's
+    following: Tensor  # [R]: the draft that a chain has behind the first branch; -1 if that is a whole block
 
     @property
     def path_ids(self) -> Tensor:
@@ -108,8 +109,14 @@ def reference_grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
     firsts: list[int] = []
     lengths: list[int] = []
     paths: list[list[int]] = []
+    following: list[int] = []
     for row, (first,) in enumerate(anchor.tolist()):
         grown = _grown(ids[row], chances[row], places[row], first, size)
+        leaf = grown[0][-1]
+        following.append(-1)
+        if leaf.column < len(ids[row]):
+            line = places[row][leaf.column]
+            following[-1] = ids[row][leaf.column][line[min(leaf.place, len(line) - 1)][0]]
         nodes = [node for path in grown for node in path if node.path is path]
         number = {id(node): len(token_ids) + place for place, node in enumerate(nodes)}
         for path in (grown + [grown[0][:1]] * size.branches)[: size.branches]:
@@ -134,6 +141,7 @@ def reference_grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
         tensor(firsts),
         tensor(lengths),
         tensor(paths),
+        tensor(following),
     )
 
 

@@ -10,6 +10,7 @@ from blockdraft.errors import BlockdraftError
 from blockdraft.planner.acceptance import KINDS, fading
 from blockdraft.planner.engine_step import estimate_engine_step
 from blockdraft.planner.estimate import (
+    TREE_GAINS,
     Step,
     committed,
     estimate_step,
@@ -70,48 +71,62 @@ class Speed:
         return self.by_kind.get("chat", self.plain)
 
 
-def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
-    """Estimate the speed. Return None on a CPU, or if our table lacks the card, and so its bandwidth."""
+def estimate_speed(
+    case: Case, fit: Fit, *, rows: int, context: int, width: int, tree: int = 0
+) -> Speed | None:
+    """Estimate the speed. Return None on a CPU, or if our table lacks the card, and so its bandwidth.
+
+    `tree`: the tokens of each row's tree; 0: drafts are chains.
+    """
     if case.card is None or fit.is_cpu:
         return None
-    tokens = _tokens_by_kind(case, context, width)
+    tokens = _tokens_by_kind(case, context, width, TREE_GAINS[tree] if tree else 1.0)
     if case.settings.engine != "native":
         plain = estimate_engine_step(case, fit, rows=rows, context=context, width=1)
         step = estimate_engine_step(case, fit, rows=rows, context=context, width=width)
         by_kind = {kind: tokens_per_s(step, mean) for kind, mean in tokens.items()}
         return Speed(step, tokens_per_s(plain, 1.0), by_kind)
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
-    step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width)
+    step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width, tree=tree)
     first_s = first_token_s(fit, case.pair, case.card, rows=rows)
     by_kind = {kind: served_per_s(step, mean, first_s) for kind, mean in tokens.items()}
     return Speed(step, served_per_s(plain, 1.0, first_s), by_kind)
 
 
-def _tokens_by_kind(case: Case, context: int, width: int) -> dict[str, float]:
-    """Return the tokens per step by kind of text; none for plain decoding."""
+def _tokens_by_kind(case: Case, context: int, width: int, gain: float = 1.0) -> dict[str, float]:
+    """Return the tokens per step by kind of text, times `gain`; none for plain decoding."""
     if width < 2 or case.pair.block < 2:
         return {}
     acceptance, left = case.pair.acceptance, fading(context)
     block = acceptance.block or case.pair.block
     means = {kind: 1.0 + (acceptance.committed(kind) - 1.0) * left for kind in KINDS}
-    return {kind: committed(mean, width=width, block=block) for kind, mean in means.items()}
+    return {
+        kind: min(width, gain * committed(mean, width=width, block=block)) for kind, mean in means.items()
+    }
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
-    """Return the width with the most tokens a second in chat and its speed; the plan's width if unknown."""
+    """Return the width with the most tokens a second in chat and its speed; the plan's width if unknown.
+
+    The speed may be that of trees, whose width is the block's. With a fixed width all steps that may have
+    trees have the largest.
+    """
     block = case.pair.block
+    trees = fit.plan.trees if fit.plan is not None and rows in fit.plan.tree_rows else ()
     if case.settings.width != "auto" or block == 1:
-        return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
+        tree = max(trees, default=0)
+        width = block if tree else fit.width
+        return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=width, tree=tree)
+    tries = [(width, 0) for width in sorted({1, 4, 8, block}) if width <= block]
     found = {
-        width: estimate_speed(case, fit, rows=rows, context=context, width=width)
-        for width in sorted({1, 4, 8, block})
-        if width <= block
+        (width, tree): estimate_speed(case, fit, rows=rows, context=context, width=width, tree=tree)
+        for width, tree in [*tries, *((block, tree) for tree in trees)]
     }
-    speeds = {width: speed.chat for width, speed in found.items() if speed is not None}
+    speeds = {one: speed.chat for one, speed in found.items() if speed is not None}
     if not speeds:
         return fit.width, None
-    width = max(speeds, key=lambda one: (speeds[one], -one))
-    return width, found[width]
+    best = max(speeds, key=lambda one: (speeds[one], -one[0], -one[1]))
+    return best[0], found[best]
 
 
 def _speed_text(speed: Speed | None, rows: int) -> str:

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass, replace
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.kernels.packed_speeds import MEASURED, NOT_MEASURED, KernelSpeed
+from blockdraft.kernels.tree_size import tree_size
 from blockdraft.machine.cards import Card
 from blockdraft.models.mtp_config import MtpConfig
 from blockdraft.planner.kv_formats import token_bytes
@@ -56,6 +57,10 @@ PROMPT_TOKENS = 100  # length of their prompts
 # Bytes read and written for each value that is unpacked before a product, added up over PyTorch's operations.
 # This was not measured.
 UNPACK_BYTES = 30
+# Tokens per step in greedy decoding with trees of so many tokens, relative to a chain of a whole block: mean
+# of GSM8K, MT-Bench and HumanEval, default pair (benchmarks/results: trees-cpu). 128 was not measured.
+TREE_GAINS = {16: 1.18, 32: 1.27, 64: 1.35, 128: 1.35}
+_TREE_LAUNCHES = 6.0  # kernels that find a tree's tokens and copy its keys and values
 _PLAIN_LAUNCHES = 9.6  # kernels of a layer: attention and a dense part
 _OTHER_LAUNCHES = 12.8  # with experts or a state
 _DRAFT_LAUNCHES = 16.0  # of a drafter's layer: the block, and the context it absorbs
@@ -63,7 +68,7 @@ _DRAFT_LAUNCHES = 16.0  # of a drafter's layer: the block, and the context it ab
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One decode step of `rows` sequences with `context` tokens each."""
+    """One decode step of `rows` sequences with `context` tokens each, with trees of `tree` tokens if any."""
 
     rows: int
     context: int
@@ -74,19 +79,26 @@ class Step:
     flops: float
     num_kernels: float = 0.0  # of our engine
     parts: tuple[tuple[str, float], ...] = ()  # seconds by name, of other engines
+    tree: int = 0
 
 
-def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
-    """Estimate one step; `width` 1 is plain decoding, without the drafter."""
-    tokens, target = rows * width, pair.target.shape
+def estimate_step(
+    fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int, tree: int = 0
+) -> Step:
+    """Estimate one step; `width` 1 is plain decoding, without the drafter. `tree`: tokens of a row's tree."""
+    verified = tree or width
+    tokens, target = rows * verified, pair.target.shape
     parts = _read_parts(fit, pair, card, tokens=tokens)
     is_unpacked, sizes = unpacks_weights(fit, pair, card), cache_token_bytes(fit, pair)
-    choosing = rows * (1 + INDEPENDENT_SHARE * (width - 1))
+    choosing = rows * (1 + INDEPENDENT_SHARE * (verified - 1))
     stream = _speed(pair, card).stream
     dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked, stream=stream)
     experts = expert_products(parts, target, card, tokens=tokens, choosing=choosing, is_unpacked=is_unpacked)
     attended = rows * attended_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
+    if tree:
+        attended *= tree_size(tree, width).branches
+        kernels += _TREE_LAUNCHES
     if width > 1 and pair.draft is not None:
         runs = width - 1 if isinstance(pair.draft_config, MtpConfig) else 1
         if isinstance(pair.draft_config, MtpConfig):
@@ -102,7 +114,7 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     seconds += _states_s(target, card, rows=rows, tokens=tokens)
     weight_bytes, flops = dense.num_bytes + experts.num_bytes, dense.flops + experts.flops
     cache_bytes = attended + rows * state_bytes(target)
-    return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
+    return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels, tree=tree)
 
 
 def _speed(pair: Pair, card: Card) -> KernelSpeed:

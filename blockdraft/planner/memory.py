@@ -25,6 +25,7 @@ from blockdraft.planner.stored import WeightParts, stored_parts
 from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
+TABLE_BYTES = 8  # of an entry of a page table
 SCALE_BYTES = 4  # for each row of a matrix that we quantise
 INT4_BYTES = 0.5 + 4 / 128  # of a value, with its share of a group's scale and zero point
 _ACTIVATIONS = 8  # approximate number of a token's hidden states that exist at once in a prefill
@@ -109,12 +110,14 @@ def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) ->
 
 
 def tree_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
-    """Return the item of the pages of trees' branches, allocated at the start, or None without any."""
+    """Return the item of the pages of trees' branches and of their page tables, or None without any."""
     if not plan.num_tree_pages:
         return None
     tokens, per_token = plan.num_tree_pages * plan.page_size, tree_bytes_per_token(specs, element_bytes)
     rows = f"{tokens:,} tokens of trees in {len(plan.tree_rows)} rows"
-    return Item("branches", tokens * per_token, f"{rows} x {per_token:,} bytes, not compressed")
+    tables = f"{plan.tree_table_entries:,} entries of page tables"
+    how = f"{rows} x {per_token:,} bytes, not compressed, and {tables}"
+    return Item("branches", tokens * per_token + TABLE_BYTES * plan.tree_table_entries, how)
 
 
 def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:

@@ -108,6 +108,17 @@ class Plan:
         return tree_size(self.tree, self.block).num_pages(len(self.tree_rows), self.page_size)
 
     @property
+    def tree_table_entries(self) -> int:
+        """Return the entries of the branches' page tables, which each step with trees makes.
+
+        Layers that compress have two more: of exact pages, and of the rows' own.
+        """
+        if not self.tree:
+            return 0
+        num_branches = len(self.tree_rows) * tree_size(self.tree, self.block).branches
+        return (3 if self.num_exact_pages else 1) * num_branches * self.pages_of(self.max_positions)
+
+    @property
     def step_tokens(self) -> int:
         """Return the most tokens of a decoding step."""
         return max(self.max_num_seqs * self.block, len(self.tree_rows) * self.tree)

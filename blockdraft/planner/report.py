@@ -221,6 +221,7 @@ def _estimates(report: Report) -> dict[str, object]:
                 "rows": rows,
                 "context": speed.step.context,
                 "width": speed.step.width,
+                "tree": speed.step.tree,
                 "step_ms": round(speed.step.seconds * 1e3, 3),
                 "plain_tokens_per_s": round(speed.plain, 1),
                 "tokens_per_s": {kind: round(value, 1) for kind, value in speed.by_kind.items()},

@@ -60,9 +60,7 @@ class DFlashDrafter:
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
-        num_columns = self.columns_for(width)
-        own = view if view.places is None and width == num_columns else cache.view(rows, num_columns)
-        hidden = self.block_hidden(anchor, own, num_columns)
+        hidden = self._hidden_of(anchor, rows, cache, view, width)
         if view.draft_places is None or not self.drafts_alone:
             drafts = self.propose(hidden, anchor, view.starts, rows, width - 1)
         else:
@@ -72,17 +70,22 @@ class DFlashDrafter:
             overwrite_matches(block, rows, view, self.draft_ngram)
         return block
 
+    def _hidden_of(self, anchor: Tensor, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        """Return the hidden states of blocks, of which a step with this view verifies `width` columns."""
+        num_columns = self.columns_for(width)
+        own = view if view.places is None and width == num_columns else cache.view(rows, num_columns)
+        return self.block_hidden(anchor, own, num_columns)
+
     @property
     def grows_trees(self) -> bool:
         """Say if drafts can be weighed before any is chosen."""
         return self.model.config.kind in TREE_KINDS
 
-    def grow(self, rows: Rows, cache: Cache, size: TreeSize) -> Tree:
-        """Return trees of drafts behind the anchors of the active rows."""
+    def grow(self, rows: Rows, cache: Cache, view: CacheView, size: TreeSize) -> Tree:
+        """Return trees of drafts behind the anchors of the active rows; `view` is that of chains."""
         anchor = rows.anchor[rows.active][:, None]
-        num_columns = self.columns_for(size.width)
-        view = cache.view(rows, num_columns)
-        columns = self.drafting(self.block_hidden(anchor, view, num_columns), size.width - 1)
+        hidden = self._hidden_of(anchor, rows, cache, view, size.width)
+        columns = self.drafting(hidden, size.width - 1)
         given = self.column_logits(columns), self.pairs(columns), view.starts, anchor, rows.sampling()
         return rows.kernels.grow(rows.kernels.weigh(*given), anchor, size)
 

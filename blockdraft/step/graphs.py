@@ -59,9 +59,9 @@ class Reading:
         rows = packed[:, 1 : 1 + max(counts)].tolist()  # the columns behind hold no committed token
         return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
-    def chains(self) -> list[tuple[int, int]]:
-        """Return the width of the first branch of each row's tree, and what it alone would commit."""
-        return [(width, count) for width, count in self._wait()[:, -2:].tolist()]
+    def chains(self) -> list[tuple[int, int, int]]:
+        """Return of each tree a chain's width, what it would commit, and how many columns were tried."""
+        return [(width, count, tried) for width, count, tried in self._wait()[:, -3:].tolist()]
 
 
 def pack(verdict: Verdict) -> Tensor:

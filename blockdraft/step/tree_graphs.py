@@ -62,4 +62,4 @@ class TreeGraphs:
         self._rows.activate((), num_rows)  # only scratch rows, so no sequence changes
         self._captures.warm(lambda: self._step(num_nodes))
         graph, packed = self._captures.capture(lambda: pack(self._step(num_nodes)))
-        return StepGraph(StepSize(num_rows, packed.shape[1] - 3, num_rows * num_nodes), graph, packed)
+        return StepGraph(StepSize(num_rows, packed.shape[1] - 4, num_rows * num_nodes), graph, packed)

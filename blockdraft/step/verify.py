@@ -42,7 +42,7 @@ class Verdict:
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
     logprobs: Logprobs | None  # [R, B], if a row requests them
-    chains: Tensor | None = None  # [R, 2] of trees: the width of the first branch, what it alone would commit
+    chains: Tensor | None = None  # [R, 3] of trees: see kernels.branches.Kept
 
 
 def verify(

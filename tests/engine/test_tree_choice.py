@@ -3,9 +3,13 @@
 import random
 
 import pytest
+import torch
 
 from blockdraft.engine.tree_choice import TreeChoice
 from blockdraft.engine.width_controller import DraftChances, DraftRecord, StepCosts, WidthController
+from blockdraft.kernels.branches import reference_lay_out, reference_settle
+from blockdraft.kernels.tree import Choices, reference_grow
+from blockdraft.kernels.tree_size import tree_size
 
 BLOCK = 16
 CHAIN_MS = {(1, 1): 1.0, (1, 16): 1.2}
@@ -106,3 +110,28 @@ def test_a_size_that_cannot_run_yet_is_not_chosen():
     sizes = simulated({16: 1.2, 32: 1.1}, is_ready=lambda rows, size: size == 16, num_steps=300)
     assert set(sizes) == {0, 16}
     assert set(simulated({16: 1.2}, is_ready=lambda rows, size: False, num_steps=50)) == {0}
+
+
+def test_chances_learnt_from_trees_are_those_of_chains():
+    """Though a tree's first branch ends where the drafter is unsure."""
+    generator, nodes, rows, columns = torch.Generator().manual_seed(0), 16, 64, BLOCK - 1
+    chances, committed = DraftChances([0.7] * columns), []
+    controller = WidthController(StepCosts(CHAIN_MS, [1]), chances, first=BLOCK, block=BLOCK)
+    choice = TreeChoice(controller, [nodes], BLOCK)
+    ids = torch.arange(8).expand(rows, columns, 8).contiguous()
+    for _ in range(40):
+        is_sure = torch.rand(rows, columns, 1, generator=generator) < 0.7
+        best = torch.where(is_sure, 0.97, 0.4)
+        each = torch.cat((best, (1 - best) / 7 * torch.ones(7)), dim=-1)[:, :, None]
+        choices = Choices(ids, each.log(), ids[:, :, None])
+        anchors, zeros = torch.full((rows, 1), 9), torch.zeros(rows, dtype=torch.int64)
+        tree = reference_grow(choices, anchors, tree_size(nodes, BLOCK))
+        drawn = torch.multinomial(each.flatten(0, 2), 1, generator=generator).view(rows, columns)
+        drawn = torch.cat((drawn, torch.full((rows, 1), 99)), dim=1)  # behind the last column
+        sampled = drawn[tree.branches // tree.size.branches, tree.columns]
+        found = reference_lay_out(tree, zeros, zeros, [], 1)
+        kept = reference_settle(tree, found, sampled, zeros + BLOCK, 1)
+        choice.count_chains([(width, count - 1) for width, count, _ in kept.chains.tolist()])
+        committed += (1 + (drawn == 0).long().cumprod(dim=1).sum(dim=1)).tolist()
+    expected = float(chances.committed([DraftRecord()], [BLOCK])[0])
+    assert expected == pytest.approx(sum(committed) / len(committed), rel=0.015)

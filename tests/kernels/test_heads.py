@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockdraft.kernels.heads import HeadNorms, Slots
+from blockdraft.kernels.heads import HeadNorms, Rotation, Slots
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.kernels.pointwise import sigmoid
 
@@ -70,6 +70,32 @@ def test_a_context_leaves_what_its_tokens_would(has_norms):
     kernels.norm_rope_write(inputs.q, inputs.k, inputs.v, norms, inputs.angles, expected)
     kernels.norm_rope_write(None, inputs.k, inputs.v, norms, inputs.angles, inputs.slots)
     assert is_same(inputs.slots[:2], expected[:2])
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "llvm", "triton"], indirect=True)
+def test_a_token_with_several_slots_is_written_to_each(implementation, is_rotated):
+    inputs, kernels, device = Inputs(torch.float32, dim=16), implementation.kernels, implementation.device
+    q, k, v = (one.to(device) for one in (inputs.q, inputs.k, inputs.v))
+    given = (
+        HeadNorms(*(one.to(device) for one in inputs.norms[:2]), 1e-5),
+        [a.to(device) for a in inputs.angles],
+    )
+    generator = torch.Generator().manual_seed(1)
+    rotation = Rotation(torch.randint(0, 2, (16,), generator=generator) * 2.0 - 1, torch.randn(3, 16))
+    rotation = Rotation(*(one.to(device) for one in rotation)) if is_rotated else None
+    wide = [torch.full((3, 20, 16), NAN, device=device) for _ in range(4)]
+    once = torch.arange(5, device=device) * 4
+    several = once[:, None] + torch.tensor([0, 0, 3, 0, 1], device=device)
+    outs = [
+        kernels.norm_rope_write(q, k, v, *given, Slots(*wide[:2], once, rotation)),
+        kernels.norm_rope_write(q, k, v, *given, Slots(*wide[2:], several, rotation)),
+    ]
+    assert torch.equal(*outs)
+    for usual in wide[:2]:
+        for offset in (1, 3):
+            usual[:, once + offset] = usual[:, once]
+    assert is_same([one.cpu() for one in wide[:2]], [one.cpu() for one in wide[2:]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

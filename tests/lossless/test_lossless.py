@@ -239,6 +239,9 @@ def test_trees_that_accept_every_column_and_every_choice_emit_plain_decodings_to
     results, deltas = tiny.watched_run(engine, requests)
     assert results == expected
     accepted = [told[: len(delta.token_ids) - 1] for told, delta in zip(ranks, deltas, strict=True)]
+    counted = engine.stats
+    assert counted.drafted[0] <= counted.num_blocks == len(ranks)
+    assert all(tried <= right for tried, right in zip(counted.drafted[1:], counted.accepted, strict=False))
     assert {len(one) for one in accepted} == set(range(tiny.BLOCK))
     assert {rank for one in accepted for rank in one} == set(range(tiny.HINTS))
 

@@ -60,8 +60,30 @@ def test_the_pages_of_trees_are_planned():
     target, draft = folders("qwen3-8b")
     chains, trees = (report_of(draft, target, load_format="dummy", tree=tree).fit for tree in (0, 64))
     assert trees.plan.num_tree_pages == 4 * 15 * 2
+    branches = next(item for item in trees.items if item.name == "branches")
+    tables = 4 * 16 * trees.plan.pages_of(trees.plan.max_positions) * 8
+    per_token = trees.footprint.per_token
+    assert branches.num_bytes == 4 * 15 * 2 * trees.plan.page_size * per_token + tables
     assert trees.plan.num_pages < chains.plan.num_pages
     assert trees.num_bytes == pytest.approx(chains.num_bytes, rel=1e-3), "no more than the budget"
+
+
+def test_speeds_are_estimated_with_trees():
+    """Where they are faster, which is said; and always with a fixed width, but not for many rows."""
+    target, draft = folders("qwen3-8b")
+    reports = [report_of(draft, target, load_format="dummy", tree=tree) for tree in (0, 32)]
+    (one, many), (chain, same) = ([speed for _, speed in report.speeds] for report in reversed(reports))
+    assert (one.step.tree, many.step.tree, chain.step.tree) == (32, 0, 0)
+    assert one.step.seconds > chain.step.seconds
+    assert 1.05 * chain.chat < one.chat < 1.27 * chain.chat
+    assert many == same
+    text = text_of(reports[1])
+    assert "32 tokens for 1 user, 1.27 times a chain's" in text
+    assert "no step with trees was timed on a card" in text
+    assert "trees:" not in text_of(reports[0])
+    fixed = report_of(draft, target, load_format="dummy", tree=128, width=4).speeds
+    assert [speed.step.tree for _, speed in fixed] == [128, 0]
+    assert as_json(reports[1])["estimate"]["speeds"][0]["tree"] == 32
 
 
 @pytest.mark.parametrize("name", tiny.KINDS)

@@ -54,7 +54,7 @@ class HeadKernels:
         assert 2 * cos.shape[-1] <= dim
         assert all(one.is_contiguous() for one in (keys, values, slot_ids, cos, sin))
         assert all(one.dtype == k.dtype for one in (given, v, keys, values, cos, sin))
-        assert slot_ids.shape == (num_tokens,)
+        assert slot_ids.shape[0] == num_tokens
         assert slot_ids.dtype == torch.int64
         weights = (None, None) if norms is None else norms[:2]
         assert all(one is None or (one.dtype == k.dtype and one.is_contiguous()) for one in weights)
@@ -62,6 +62,7 @@ class HeadKernels:
         run = self._write(has_norms=norms is not None, rotated=0 if signs is None else dim)
         run(
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
+            1 if slot_ids.dim() == 1 else slot_ids.shape[1],
             *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, slot_ids,
             cos, sin, *weights, 0.0 if norms is None else norms.eps, signs, centre,
             is_small=num_tokens * (heads + 2 * groups) * dim < SERIAL_ELEMENTS,
@@ -100,14 +101,15 @@ def find_slots(
 
 @kernel
 def norm_rope_write(
-    num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int,
+    num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int, each: Int,
     q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
     q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, slot_ids: Longs,
     cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, signs: Reals, centre: Reals,
     *, real: Type, has_norms: bool, rotated: int,
 ) -> None:  # fmt: skip
-    """Write queries to `out`, keys and values to slot `slot_ids[token]`; `.._head` are strides of heads.
+    """Write queries to `out`, keys and values to the token's slots, `each` of them in `slot_ids`.
 
+    `.._head` are strides of heads.
     `rotated` is 0, or the head size: then a Hadamard rotation follows in place, and `centre` is subtracted
     from keys.
     """
@@ -121,7 +123,7 @@ def norm_rope_write(
             if rotated:
                 rotate_signed(target, signs, rotated)
         for head in range(groups):
-            slot = (head * num_slots + slot_ids[token]) * dim
+            slot = (head * num_slots + slot_ids[token * each]) * dim
             source, target = k + token * k_stride + head * k_head, keys + slot
             norm_and_rope(
                 source, target, k_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
@@ -133,6 +135,11 @@ def norm_rope_write(
                 for i in range(0, rotated, LANES):
                     less = load(target + i, LANES) - load(centre + head * rotated + i, LANES)
                     store(target + i, less)
+            for place in range(1, each):
+                other = (head * num_slots + slot_ids[token * each + place]) * dim
+                if other != slot:
+                    copy(target, keys + other, dim)
+                    copy(values + slot, values + other, dim)
 
 
 @inlined

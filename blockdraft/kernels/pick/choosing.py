@@ -12,6 +12,14 @@ from blockdraft.kernels.acceptance import (
     reference_count_accepted,
     reference_draw_accepted,
 )
+from blockdraft.kernels.branches import (
+    CopySlots,
+    LayOut,
+    Settle,
+    reference_copy_slots,
+    reference_lay_out,
+    reference_settle,
+)
 from blockdraft.kernels.candidates import WalkCandidates, reference_walk
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
@@ -64,6 +72,14 @@ def pick_walk(at: Available) -> WalkCandidates:
     from blockdraft.kernels.triton.candidates import walk
 
     return named("candidates", walk)
+
+
+def pick_branches(at: Available) -> tuple[LayOut, Settle, CopySlots]:
+    if not at.has_triton("trees"):
+        return reference_lay_out, reference_settle, reference_copy_slots
+    from blockdraft.kernels.triton.branches import copy_slots, lay_out, settle
+
+    return named("trees", lay_out), named("trees", settle), named("trees", copy_slots)
 
 
 def pick_trees(at: Available) -> tuple[Weigh, Grow]:

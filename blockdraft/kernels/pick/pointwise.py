@@ -10,13 +10,11 @@ from blockdraft.kernels.block_conv import ConvAfter, ConvBefore, in_turn, refere
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.heads import (
-    CopySlots,
     GateHeads,
     HeadNorms,
     NormRopeWrite,
     Slots,
     apply_rotation,
-    reference_copy_slots,
     reference_gate_heads,
     write,
 )
@@ -51,14 +49,6 @@ def pick_gate_mul(at: Available) -> GateMul:
 
         return named("activations", gate_mul)
     return llvm_rows(at.dtype).gate_mul if at.has_llvm() else reference_gate_mul
-
-
-def pick_copy_slots(at: Available) -> CopySlots:
-    if at.has_triton("trees"):
-        from blockdraft.kernels.triton.tree import copy_slots
-
-        return named("trees", copy_slots)
-    return reference_copy_slots
 
 
 def pick_rotate(at: Available) -> Rotate:

@@ -188,9 +188,12 @@ def _norm_rope_write(
     q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, slots, signs, centre, num_heads, num_kv_heads,
     num_slots, size, num_rotated, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride,
     v_head_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
-    ROTATED: tl.constexpr, PDL: tl.constexpr,
+    ROTATED: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do `norm_rope_write`; ROTATED is the head size if heads are rotated for compression, otherwise 0."""
+    """Do `norm_rope_write`; ROTATED is the head size if heads are rotated for compression, otherwise 0.
+
+    A token has SLOTS slots.
+    """
     start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -215,7 +218,8 @@ def _norm_rope_write(
         is_key = tile < q_tiles + kv_tiles
         head = (tile - q_tiles - tl.where(is_key, 0, kv_tiles)) * BLOCK_H + tl.arange(0, BLOCK_H)
         is_head = head < num_kv_heads
-        slot = tl.load(slots + token)
+        slots += token * SLOTS
+        slot = tl.load(slots)
         place = (head.to(tl.int64)[:, None] * num_slots + slot) * size + d[None, :]
         is_in = is_head[:, None] & (d < size)[None, :]
         if is_key:
@@ -227,14 +231,18 @@ def _norm_rope_write(
                 sign = tl.load(signs + d, mask=d < size, other=0.0)
                 result = hadamard_blocks(result * sign[None, :], ROTATED, BLOCK_D)
                 result -= tl.load(centre + head[:, None] * size + d[None, :], mask=is_in, other=0.0)
-            tl.store(keys + place, result.to(keys.dtype.element_ty), mask=is_in)
+            stored, written = keys, result.to(keys.dtype.element_ty)
         else:
             source = v + token * v_stride + head * v_head_stride
             value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0)
             if ROTATED > 0:
                 sign = tl.load(signs + d, mask=d < size, other=0.0)
                 value = hadamard_blocks(value.to(tl.float32) * sign[None, :], ROTATED, BLOCK_D)
-            tl.store(values + place, value.to(values.dtype.element_ty), mask=is_in)
+            stored, written = values, value.to(values.dtype.element_ty)
+        tl.store(stored + place, written, mask=is_in)
+        for i in tl.range(1, SLOTS, loop_unroll_factor=1):
+            further = (tl.load(slots + i) - slot) * size
+            tl.store(stored + further + place, written, mask=is_in & (further != 0))
 
 
 def norm_rope_write(
@@ -244,6 +252,7 @@ def norm_rope_write(
     num_tokens, num_kv_heads, size = k.shape
     heads = [part for part in (q, k, v) if part is not None]
     assert all(part.stride(2) == 1 for part in heads), "heads without gaps"
+    assert slots.slot_ids.is_contiguous()
     cos, sin = (part.contiguous() for part in angles)
     num_heads = 0 if q is None else q.shape[1]
     q_out = None if q is None else torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
@@ -259,6 +268,7 @@ def norm_rope_write(
         slots.keys.shape[1], size, 2 * cos.shape[-1], 0.0 if norms is None else norms.eps, given.stride(0),
         given.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(size), HAS_NORM=norms is not None,
-        HAS_Q=q is not None, ROTATED=0 if rotation is None else size, **overlap(k.device), num_warps=2,
+        HAS_Q=q is not None, ROTATED=0 if rotation is None else size,
+        SLOTS=1 if slots.slot_ids.dim() == 1 else slots.slot_ids.shape[1], **overlap(k.device), num_warps=2,
     )  # fmt: skip
     return q_out

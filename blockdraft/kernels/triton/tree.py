@@ -1,4 +1,4 @@
-"""`weigh`, `grow` and `copy_slots` on a CUDA device; see `kernels/tree.py` and `kernels/heads.py`.
+"""`weigh` and `grow` on a CUDA device; see `kernels/tree.py`.
 
 A tree grows one token after the other, so one program grows a row's whole tree, with all nodes in registers.
 """
@@ -38,7 +38,6 @@ from blockdraft.kernels.triton.scores import (
 _SEED = tl.constexpr(int(Whole.SEED))
 _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
 _LEAST = tl.constexpr(tree.LEAST)
-_SLOTS = 8  # slots that one program copies
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def weigh(
 @triton.jit(do_not_specialize=["spare"])  # it changes, which a constant cannot
 def _grow(
     ids, chances, places, anchors, out_tokens, out_branches, out_columns, out_offsets, out_firsts,
-    out_lengths, out_paths, C, LINES, K, spare,
+    out_lengths, out_paths, out_following, C, LINES, K, spare,
     NODES: tl.constexpr, BRANCHES: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -179,6 +178,14 @@ def _grow(
             spare += 2 - depth
             num_branches += 1
         lengths = tl.where(branch == own, depth + 1, lengths)
+    last_column = tl.sum(tl.where(branch == 0, lengths, 0), axis=0) - 1
+    is_leaf = (branch_of == 0) & (column_of == last_column)
+    its_place = tl.sum(tl.where(is_leaf, place_of, 0), axis=0)
+    is_short = last_column < C
+    line = ((r * C + last_column) * LINES + tl.minimum(its_place, LINES - 1)) * K
+    place = tl.load(places + line, mask=is_short, other=0)
+    its_id = tl.load(ids + (r * C + last_column) * K + place, mask=is_short, other=-1)
+    tl.store(out_following + r, its_id)
     counts = tl.where(lengths > 1, lengths - firsts, 0)
     begin = tl.cumsum(counts, axis=0) - counts
     shift = begin - firsts  # of a column's number in the stream
@@ -221,6 +228,7 @@ def grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
         firsts=integers(num_branches),
         lengths=integers(num_branches),
         paths=integers(num_branches, size.width),
+        following=integers(num_rows),
     )
     _, num_columns, num_lines, num_ranks = choices.chances.shape
     _grow[(num_rows,)](
@@ -230,33 +238,3 @@ def grow(choices: Choices, anchor: Tensor, size: TreeSize) -> Tree:
         W=triton.next_power_of_2(size.width), WIDTH=size.width, num_warps=1, **overlap(anchor.device),
     )  # fmt: skip
     return grown
-
-
-@triton.jit(do_not_specialize=["count"])
-def _copy_slots(
-    keys, values, sources, targets, count, group_stride,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Copy SLOTS slots of one key/value head; grid (parts of all slots, heads)."""
-    start_and_wait(PDL)
-    place = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    source = tl.load(sources + place, mask=place < count, other=0)
-    target = tl.load(targets + place, mask=place < count, other=0)
-    dim = tl.arange(0, DIM_PAD)
-    is_copied = (source != target)[:, None] & (dim < DIM)[None, :]
-    base = tl.program_id(1).to(tl.int64) * group_stride
-    at, to = base + source[:, None] * DIM + dim[None, :], base + target[:, None] * DIM + dim[None, :]
-    k, v = tl.load(keys + at, mask=is_copied), tl.load(values + at, mask=is_copied)
-    tl.store(keys + to, k, mask=is_copied)
-    tl.store(values + to, v, mask=is_copied)
-
-
-def copy_slots(keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Implement `heads.reference_copy_slots` for contiguous keys and values."""
-    num_groups, _, dim = keys.shape
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    _copy_slots[(triton.cdiv(len(sources), _SLOTS), num_groups)](
-        keys, values, sources, targets, len(sources), keys.stride(0),
-        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SLOTS=_SLOTS, num_warps=2, **overlap(keys.device),
-    )  # fmt: skip

@@ -154,7 +154,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         ("vllm:generation_tokens", "Generated tokens.", snapshot.generation_tokens),
         ("vllm:num_preemptions", "Preemptions, for lack of cache pages.", snapshot.num_preemptions),
         ("vllm:spec_decode_num_drafts", "Blocks with drafts that were verified.", snapshot.num_drafts),
-        ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", snapshot.num_drafted),
+        ("vllm:spec_decode_num_draft_tokens", "Drafts, or depths of trees, tried.", snapshot.num_drafted),
         ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", snapshot.num_accepted),
         ("blockdraft:decode_steps", "Decode steps.", snapshot.num_decode_steps),
         ("blockdraft:prefill_steps", "Prefill steps.", snapshot.num_prefill_steps),
