@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class EngineLoad:
     updates: float = 0.0  # of values of recurrent states
 
     def __add__(self, other: EngineLoad) -> EngineLoad:
-        return EngineLoad(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return EngineLoad(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 def estimate_engine_step(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Step:

@@ -17,7 +17,7 @@ client. With many rows of a small model, that process is busier than the GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.kernels.packed_speeds import MEASURED, NOT_MEASURED, KernelSpeed
@@ -194,10 +194,10 @@ class Products:
     compute_s: float
 
     def __add__(self, other: Products) -> Products:
-        return Products(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Products(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def times(self, count: int) -> Products:
-        return Products(*(count * value for value in astuple(self)))
+        return Products(*(count * getattr(self, name) for name in self.__slots__))
 
     @property
     def seconds(self) -> float:

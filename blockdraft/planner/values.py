@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from blockdraft.models.config import (
     AttentionConfig,
@@ -31,7 +31,7 @@ class Values:
     tables: int = 0  # plain values in tables that are looked up by token: a step reads a few rows
 
     def __add__(self, other: Values) -> Values:
-        return Values(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Values(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
     def total(self) -> int:

@@ -338,7 +338,7 @@ def test_a_run_that_is_stopped_while_it_warms_up_measures_nothing(stub):
 
     def script(number, body):
         stop[0].set()
-        return Script(ttft_s=5)
+        return Script(ttft_s=0.3)
 
     stub.script = script
     outcome = measure(stub.url, grid(), stop=stop)

@@ -233,12 +233,12 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("has_values", [False, True])
 def test_more_tokens_and_narrow_weights_are_multiplied_unpacked(calls, monkeypatch, has_values):
     """With the bits of the unpacked weight, whichever form the number of tokens takes."""
-    weight, words = make("int4 64", rows=96)
+    weight, words = make("int4 64", rows=32)
     words = words.with_values(HALF) if has_values else words
     unpacked, unpack = [], packed.unpack
     monkeypatch.setattr(packed, "unpack", lambda *given: unpacked.append(1) or unpack(*given))
     values, kernels = weight.dequantise(HALF), kernels_for(HALF, DEVICE, is_interpreted=True)
-    x, bias, onto = one_of_each(4, 192), normal(96, dtype=HALF), normal(4, 96, dtype=HALF, seed=3)
+    x, bias, onto = one_of_each(4, 192), normal(32, dtype=HALF), normal(4, 32, dtype=HALF, seed=3)
 
     def check(some, *kinds):
         before = len(calls)
