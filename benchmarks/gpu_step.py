@@ -86,7 +86,7 @@ class Step:
             group.pages.exact_keys.normal_(std=0.1)
             group.pages.exact_values.normal_(std=0.1)
             for codes, scale in (group.pages.keys, group.pages.values):
-                codes.random_(0, 120)  # also of fp8 a number
+                codes.random_()
                 scale.uniform_(0, 0.01)
 
     def rewind(self) -> None:

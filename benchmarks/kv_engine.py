@@ -24,7 +24,7 @@ from benchmarks import record  # noqa: E402
 from blockdraft import LLM, SamplingParams  # noqa: E402
 from blockdraft.bench import prompt_files  # noqa: E402
 
-FORMATS = ("auto", "int8", "fp8", "tq4", "tq4v3")
+FORMATS = ("auto", "int8", "tq4", "tq4v3")
 LONG_PROMPT = 600  # tokens that long answers begin behind: compressed ones are among them
 COLUMNS = (
     "format",

@@ -22,7 +22,7 @@ from torch import Tensor
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.failure import kernel_errors
 
-FORMS = ("tq4", "tq4v3", "int8", "fp8")
+FORMS = ("tq4", "tq4v3", "int8")
 CONTEXTS = ("1x1024", "1x32768", "8x32768", "1x131072")  # rows, tokens of each
 PAGE_SIZE = 16
 

@@ -61,7 +61,7 @@ def sizes_of(device: str, *, is_quick: bool) -> Sizes:
         bench=("--workload", "code", "--num-prompts", "8", "--max-tokens", "256"),
         fit=("--quick", "--limit", "1", "--max-tokens", "64"),
         train=(*(("--steps", "100") if is_quick else A_MINUTE), *small),
-        kv_dtypes=("int8", "fp8", "tq4v3", "tq4"),
+        kv_dtypes=("int8", "tq4v3", "tq4"),
     )
 
 

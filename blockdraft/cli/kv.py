@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from blockdraft.planner.plan import Plan
     from blockdraft.text.tokenizer import Tokenizer
 
-SUMMARY = "measure the effect of compressed keys and values (int8, fp8, tq4, tq4v3) on a model"
+SUMMARY = "measure the effect of compressed keys and values (int8, tq4, tq4v3) on a model"
 USAGE = "blockdraft kv [MODEL] [flags]"
-FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # defined in kernels/kv_codec.py, which imports torch
+FORMATS = ("int8", "tq4", "tq4v3")  # defined in kernels/kv_codec.py, which imports torch
 NEEDLES_FROM = 1024  # tokens; shorter texts have no needles by default
 # Counted tokens, a text's length, texts with needles, answers: minutes on two cores, less on a card.
 SMALL, LARGE = (1024, 1536, 1, 4), (65_536, 4096, 8, 32)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     for line in lines(report, args):
         print(line)
     for name in refused:
-        print(f"{name}: heads of this model cannot be rotated: use int8 or fp8.")
+        print(f"{name}: heads of this model cannot be rotated: use int8.")
     if args.json is not None:
         args.json.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     return 0

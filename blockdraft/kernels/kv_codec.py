@@ -3,7 +3,7 @@
 A vector is one token's key or value of one head. It is encoded as packed bytes and one float16 scale. Only
 elementwise float32 operations are used, so the bytes depend on nothing but the vector.
 
-    int8, fp8   the vector divided by its largest magnitude, rounded
+    int8        the vector divided by its largest magnitude, rounded
     tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
                 HIGGS: signs and a Hadamard rotation make coordinates look normal, and each is rounded to the
                 nearest level of the best (Lloyd-Max) codebook for a normal distribution
@@ -64,23 +64,19 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
-    """Values as multiples of a scale: int8 up to 127, or float8 (e4m3) up to 448."""
-
-    is_float: bool = False
+    """Values as multiples of a scale, up to 127."""
 
     def num_bytes(self, head_dim: int) -> int:
         return head_dim + SCALE_BYTES
 
     def encode(self, x: Tensor) -> Encoded:
-        x, largest = x.float(), 448.0 if self.is_float else 127.0
-        scale = _stored(x.abs().amax(dim=-1) / largest)
-        ratio = _divided(x, scale.float()).clamp(-largest, largest)
-        codes = ratio.to(torch.float8_e4m3fn) if self.is_float else ratio.round().to(torch.int8)
+        x = x.float()
+        scale = _stored(x.abs().amax(dim=-1) / 127.0)
+        codes = _divided(x, scale.float()).clamp(-127.0, 127.0).round().to(torch.int8)
         return Encoded(codes.view(torch.uint8), scale)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        codes = encoded.codes.view(torch.float8_e4m3fn if self.is_float else torch.int8)
-        return codes.float() * encoded.scale.float()[..., None]
+        return encoded.codes.view(torch.int8).float() * encoded.scale.float()[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,6 @@ class KvFormat:
 
 FORMATS = {
     "int8": KvFormat("int8", EightBits(), EightBits()),
-    "fp8": KvFormat("fp8", EightBits(is_float=True), EightBits(is_float=True)),
     "tq4": KvFormat("tq4", RotatedLevels(4, "unbiased"), RotatedLevels(4, "matched")),
     "tq4v3": KvFormat("tq4v3", RotatedLevels(4, "unbiased"), RotatedLevels(3, "matched")),
 }

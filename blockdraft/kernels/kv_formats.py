@@ -11,7 +11,7 @@ from blockdraft.errors import ModelError, SettingsError
 
 EXACT = "exact"  # no compression: the model's dtype
 # Bits per coordinate of keys, and of values.
-BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "fp8": (8, 8), "tq4": (4, 4), "tq4v3": (4, 3)}
+BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "tq4": (4, 4), "tq4v3": (4, 3)}
 ROTATED = frozenset({"tq4", "tq4v3"})  # rotated before they are stored
 SCALE_BYTES = 2  # per vector
 SMALLEST_BLOCK = 8  # the fewest values to rotate together: fewer are not close to normal
@@ -68,7 +68,7 @@ def blocks(head_dim: int) -> list[int]:
     if not parts or head_dim > LARGEST_HEAD or parts[-1] < SMALLEST_BLOCK:
         raise ModelError(
             f"Heads of {head_dim} values cannot be rotated: only multiples of {SMALLEST_BLOCK} up to "
-            f"{LARGEST_HEAD} can. Use int8 or fp8 for keys and values."
+            f"{LARGEST_HEAD} can. Use int8 for keys and values."
         )
     return parts
 

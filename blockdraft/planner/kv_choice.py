@@ -78,7 +78,7 @@ def kv_choice(
     if target != EXACT:
         if target in ROTATED and model.family in EIGHT_BITS_ONLY:
             raise SettingsError(
-                f"kv_dtype = {target}, but {EIGHT_BITS_ONLY[model.family]}: use --kv-dtype int8 or fp8."
+                f"kv_dtype = {target}, but {EIGHT_BITS_ONLY[model.family]}: use --kv-dtype int8."
             )
         _check(model.layer_specs(), "kv_dtype", target)
     drafted = EXACT
@@ -132,6 +132,10 @@ def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:
         return EXACT, f"{dtype}, the model's own" if name == "kv_dtype" else f"{dtype}: it is small"
     if asked == dtype:
         return EXACT, "asked for"
+    if asked == "fp8":
+        raise SettingsError(
+            f"{name} = fp8, which our engine does not have: use int8, of as many bytes and less error."
+        )
     if asked in BITS:
         return asked, "asked for"
     raise SettingsError(

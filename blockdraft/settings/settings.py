@@ -97,7 +97,7 @@ class Settings:
     page_size: int = _setting(16, "tokens per cache page", least=1)
     kv_dtype: str = _setting(
         "auto",
-        "format of keys and values; auto: the model's dtype; int8, fp8, tq4, tq4v3: compress all but the "
+        "format of keys and values; auto: the model's dtype; int8, tq4, tq4v3: compress all but the "
         "last --kv-window tokens; with --engine, a name that vllm or sglang knows",
     )
     draft_kv_dtype: str = _setting("auto", "format of the drafter's keys and values; auto: not compressed")

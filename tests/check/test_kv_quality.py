@@ -219,8 +219,8 @@ def test_verdicts_follow_from_limits(found, needles, verdict):
 
 
 def test_a_format_that_harms_names_the_smallest_that_does_not():
-    verdicts = {"int8": "use", "fp8": "care", "tq4": "harms"}
-    instead = instead_of(verdicts, {"int8": 20, "fp8": 20, "tq4": 10})
+    verdicts = {"int8": "use", "tq4": "harms", "tq4v3": "harms"}
+    instead = instead_of(verdicts, {"int8": 20, "tq4": 10, "tq4v3": 9})
     assert sentence("tq4", loss(80, 9), None, "harms", instead).endswith("harms this model: use int8.")
     assert instead_of({"tq4": "harms"}, {"tq4": 10}) is None
     assert sentence("tq4", loss(80, 9), None, "harms", None).endswith("keep exact ones.")
@@ -228,7 +228,7 @@ def test_a_format_that_harms_names_the_smallest_that_does_not():
 
 def test_heads_that_cannot_be_rotated_leave_eight_bits():
     found, refused = formats_for(models_of(head_dim=12), None)
-    assert [one.name for one in found] == ["int8", "fp8"]
+    assert [one.name for one in found] == ["int8"]
     assert refused == ["tq4", "tq4v3"]
     with pytest.raises(ModelError, match="Heads of 12 values cannot be rotated"):
         formats_for(models_of(head_dim=12), ["tq4"])

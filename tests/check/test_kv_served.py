@@ -33,7 +33,7 @@ def check(case, monkeypatch):
     check_served_on_card(models, case)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "tq4", "tq4v3"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "tq4", "tq4v3"])
 def test_every_format_starts(kv_dtype, monkeypatch):
     check(Case(kv_dtype), monkeypatch)
     check(Case(kv_dtype, spec=Paged(8, 128), page_size=64), monkeypatch)

@@ -35,12 +35,11 @@ def test_it_prints_a_table_and_a_sentence_for_each_format(capsys, tmp_path, text
     out = capsys.readouterr().out
     assert "2 texts of 400 tokens" in out
     assert "400 tokens counted from depth 200 on" in out
-    for name in ("int8", "fp8"):
-        assert re.search(rf"^{name}: \d+\.\d % same likeliest token, .+: .+\.$", out, re.M)
-    assert "tq4v3: heads of this model cannot be rotated: use int8 or fp8." in out
+    assert re.search(r"^int8: \d+\.\d % same likeliest token, .+: .+\.$", out, re.M)
+    assert "tq4v3: heads of this model cannot be rotated: use int8." in out
     assert "committed" not in out, "there is no drafter"
     saved = json.loads(report.read_text())
-    assert [one["name"] for one in saved["formats"]] == ["int8", "fp8"]
+    assert [one["name"] for one in saved["formats"]] == ["int8"]
     assert saved["formats"][0]["num_bytes"] == 4 * 2 * (2 * 8 + 4)
     assert saved["exact_bytes"] == 4 * 2 * (2 * 8 * 4)
 

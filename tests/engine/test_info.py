@@ -65,9 +65,9 @@ def test_how_keys_and_values_are_kept_is_told():
 def test_the_log_names_compressed_keys_and_values():
     exact = tiny.engine(dtype="float32")
     assert kv_text(exact.models, exact.plan) == ""
-    both = tiny.engine(dtype="float32", num_pages=16, kv_dtype="int8", draft_kv_dtype="fp8")
+    both = tiny.engine(dtype="float32", num_pages=16, kv_dtype="int8", draft_kv_dtype="tq4")
     assert re.fullmatch(
-        r"keys and values in int8, the drafter's in fp8 \(\d\.\dx\)", kv_text(both.models, both.plan)
+        r"keys and values in int8, the drafter's in tq4 \(\d\.\dx\)", kv_text(both.models, both.plan)
     )
 
 

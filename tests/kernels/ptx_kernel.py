@@ -229,10 +229,10 @@ class _Block:
         self.write(operands[0], value, mask)
 
     def _shfl(self, name, operands, mask):
-        assert ".bfly" in name
-        target = operands[0].split("|")[0]
-        value = self.read(operands[1], "b32")
-        self.write(target, value[self.lane ^ self.read(operands[2], "b32")], mask)
+        by, value = self.read(operands[2], "b32"), self.read(operands[1], "b32")
+        source = self.lane ^ by if ".bfly" in name else self.lane // 32 * 32 + by % 32
+        assert ".bfly" in name or ".idx" in name
+        self.write(operands[0].split("|")[0], value[source], mask)
 
     def _redux(self, name, operands, mask):
         assert ".add." in name

@@ -64,7 +64,7 @@ def assert_near(out, expected):
 # --------------------------------------------------------------------------------------------- attention
 
 
-SIZES = [("fp8", 20, DTYPES[1]), *itertools.product(kv_codec.FORMATS, (32, 64, 96, 128), DTYPES)]
+SIZES = [("int8", 20, DTYPES[1]), *itertools.product(kv_codec.FORMATS, (32, 64, 96, 128), DTYPES)]
 FEW = [SIZES[0], ("int8", 32, DTYPES[0]), ("tq4", 32, DTYPES[1]), ("tq4v3", 64, DTYPES[0])]
 sizes = pytest.mark.parametrize(("form", "dim", "dtype"), slow_but(SIZES, *FEW), ids=str)
 

@@ -102,7 +102,7 @@ def part_of(case, first, last):
 
 @pytest.mark.parametrize(
     ("form", "dim", "page_size"),
-    [("int8", 64, 16), ("fp8", 128, 64), ("tq4", 96, 24), ("tq4v3", 128, 16), ("tq4v3", 80, 128)],
+    [("int8", 64, 16), ("int8", 128, 64), ("tq4", 96, 24), ("tq4v3", 128, 16), ("tq4v3", 80, 128)],
 )
 def test_formats_and_heads_agree_with_the_reference(form, dim, page_size):
     assert_agrees(small(form=form, dim=dim, page_size=page_size, lengths=(210,)))

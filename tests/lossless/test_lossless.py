@@ -81,7 +81,7 @@ def bound(draw, params):
 def cases(draw):
     requests = []
     has_structured_outputs = draw(st.booleans())
-    kv_dtype = draw(st.sampled_from(["exact", "exact", "exact", "int8", "fp8"]))
+    kv_dtype = draw(st.sampled_from(["exact", "exact", "exact", "int8", "int8"]))
     is_long = kv_dtype != "exact"
     for index in range(draw(st.integers(1, 4))):
         base = LONG[: draw(st.sampled_from([100, 200, 230, 260]))] if is_long else BASE

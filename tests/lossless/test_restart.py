@@ -27,7 +27,7 @@ KINDS = {
     "shared layers": lambda: (families.pair("gemma4-shared"), {}, SHORT),
     "hybrid": lambda: (families.pair("qwen3_next-whole"), {"num_states": 20}, SHORT),
     "compressed": lambda: compressed("llama-llama3", "tq4v3"),
-    "compressed hybrid": lambda: compressed("qwen3_next-whole", "fp8"),
+    "compressed hybrid": lambda: compressed("qwen3_next-whole", "tq4v3"),
     "MTP": lambda: (families.mtp_pair("qwen3_5-whole"), {"num_states": 20}, SHORT),
     "MTP, all attend": lambda: (families.mtp_pair("qwen3_5-whole", attends=True), {}, SHORT),
 }

@@ -20,7 +20,7 @@ SMALL = 0.68  # of a GeForce's memory: some 22 GB
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "least"), [("tq4v3", 4.4), ("tq4", 3.85), ("int8", 1.95), ("fp8", 1.95)]
+    ("kv_dtype", "least"), [("tq4v3", 4.4), ("tq4", 3.85), ("int8", 1.95)]
 )
 def test_a_layer_takes_so_many_times_less(kv_dtype, least):
     (layer,) = compressed((LAYER,), kv_dtype)
@@ -123,12 +123,14 @@ def choice(shape, **settings):
 @pytest.mark.parametrize(
     ("shape", "settings", "message"),
     [
-        ("qwen3-8b", {"kv_dtype": "tq3"}, "kv_dtype = tq3, .* use auto or bfloat16 .* int8, fp8, tq4, tq4v3"),
+        ("qwen3-8b", {"kv_dtype": "tq3"}, "kv_dtype = tq3, .* use auto or bfloat16 .* int8, tq4, tq4v3"),
+        ("qwen3-8b", {"kv_dtype": "fp8"}, "kv_dtype = fp8, which our engine does not have: use int8"),
+        ("qwen3-8b", {"draft_kv_dtype": "fp8_e4m3"}, "draft_kv_dtype = fp8, .* use int8"),
         ("qwen3-8b", {"kv_dtype": "int4"}, "kv_dtype = int4, which our engine does not know"),
         ("qwen3-8b", {"kv_dtype": "float16"}, "kv_dtype = float16, .* use auto or bfloat16"),
         ("qwen3-8b", {"draft_kv_dtype": "tq2"}, "draft_kv_dtype = tq2, which our engine does not know"),
         ("qwen3-8b", {"kv_dtype": "turboquant_4bit_nc"}, "kv_dtype = turboquant_4bit_nc, .* tq4"),
-        ("gpt-oss-20b", {"kv_dtype": "tq4"}, "kv_dtype = tq4, but gpt-oss .* use --kv-dtype int8 or fp8"),
+        ("gpt-oss-20b", {"kv_dtype": "tq4"}, "kv_dtype = tq4, but gpt-oss .* use --kv-dtype int8"),
         ("gpt-oss-20b", {"kv_dtype": "tq4v3"}, "kv_dtype = tq4v3, but gpt-oss"),
         ("qwen3-8b", {"kv_dtype": "tq4", "kv_window": 15}, "kv_window = 15, .* use --kv-window 16 or more"),
         ("qwen3-8b", {"draft_kv_dtype": "int8", "kv_window": 8}, "kv_window = 8, .* use --kv-window 16"),
@@ -174,7 +176,7 @@ def test_a_plan_refuses_what_a_start_would_refuse_on_a_card(card, change, is_ser
 def test_gemma_has_eight_bits_only():
     _, pair = opened("qwen3-8b", has_draft=False)
     gemma = replace(pair.config, family="gemma4")
-    with pytest.raises(SettingsError, match=r"kv_dtype = tq4, but Gemma 4.* use --kv-dtype int8 or fp8"):
+    with pytest.raises(SettingsError, match=r"kv_dtype = tq4, but Gemma 4.* use --kv-dtype int8"):
         kv_choice(asked("tq4"), "bfloat16", gemma, None, 1)
     assert kv_choice(asked("int8"), "bfloat16", gemma, None, 1).target == "int8"
 
@@ -185,7 +187,7 @@ def test_heads_that_cannot_be_rotated_are_named_with_the_setting():
         replace(layer, mixer=replace(layer.mixer, head_dim=100)) for layer in pair.config.layers[:1]
     )
     odd = replace(pair.config, layers=layers)
-    with pytest.raises(BlockdraftError, match=r"kv_dtype = tq4.*[Hh]eads of 100 values.* int8 or fp8"):
+    with pytest.raises(BlockdraftError, match=r"kv_dtype = tq4.*[Hh]eads of 100 values.* int8"):
         kv_choice(asked("tq4"), "bfloat16", odd, None, 1)
     assert kv_choice(asked("int8"), "bfloat16", odd, None, 1).target == "int8"
 

@@ -44,7 +44,6 @@ from blockdraft.kernels.llvm.language import (
 
 LANES = 16
 _LARGEST_SCALE = torch.finfo(torch.float16).max
-_SMALLEST_FLOAT8 = 2.0**-6  # the smallest normal number; smaller ones are multiples of 2**-9
 
 
 class CompressTiles:
@@ -101,10 +100,9 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
     y = x.scratch(f32, dim)
     peak = peak_of(x, y, dim)
     if isinstance(codec, EightBits):
-        most = 448.0 if codec.is_float else 127.0
-        scale[0] = stored(peak / most)
+        scale[0] = stored(peak / 127.0)
         by = scale[0].to(f32)
-        round_eight(y, codes, by, dim, most, codec.is_float)
+        round_eight(y, codes, by, dim)
     elif isinstance(codec, RotatedLevels):
         for d in unrolled(0, dim, lanes_in(dim)):
             store(y + d, over(load(y + d, lanes_in(dim)), peak))
@@ -198,21 +196,11 @@ def _plane(unpacked: Pointer, codes: Pointer, dim: int, width: int, bit: int) ->
         store(codes + d, packed)
 
 
-def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int, most: float, is_float: bool) -> None:
+def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int) -> None:
     lanes = lanes_in(dim)
     for d in range(0, dim, lanes):
-        ratio = smallest(largest(over(load(y + d, lanes), by), -most), most)
-        store(codes + d, _float8(ratio) if is_float else round(ratio).to(i32).to(i8))
-
-
-def _float8(x: Value) -> Value:
-    """Return numbers up to 448 as the bits of e4m3, rounded to nearest, ties to even."""
-    bits = x.bits_as(i32.wide(x.type.lanes))
-    size = bits & 0x7FFFFFFF
-    normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - (127 - 7 << 3)
-    small = round(abs(x) * 512.0)
-    is_small = abs(x) < _SMALLEST_FLOAT8
-    return (select(is_small, small.to(i32), normal) | bits >> 24 & 128).to(i8)
+        ratio = smallest(largest(over(load(y + d, lanes), by), -127.0), 127.0)
+        store(codes + d, round(ratio).to(i32).to(i8))
 
 
 def num_bytes(codec: Codec, dim: int) -> int:
@@ -230,9 +218,9 @@ def decode(codes: Pointer, scale: Value, out: Pointer, dim: int, codec: Codec, h
     factor = scale.to(f32)
     if isinstance(codec, EightBits):
         lanes = lanes_in(dim)
-        factor = (factor * 256.0 if codec.is_float else factor).spread(lanes)
+        factor = factor.spread(lanes)
         for d in range(0, dim, lanes):
-            _put(out + d, _eight_bits(load(codes + d, lanes), codec.is_float) * factor)
+            _put(out + d, load(codes + d, lanes).to(f32) * factor)
         return
     bits, factor = _rotated(codec).bits, factor.spread(LANES)
     for d in range(0, dim, LANES):
@@ -247,17 +235,6 @@ def _rotated(codec: Codec) -> RotatedLevels:
 
 def _put(at: Pointer, values: Value) -> None:
     store(at, values.to(at.element))
-
-
-def _eight_bits(codes: Value, is_float: bool) -> Value:
-    """Return stored numbers in float32; float8 (e4m3) goes through float16 and is 256 times too small.
-
-    NaN is never stored as float8: in a vector with NaN, the scale is NaN.
-    """
-    if not is_float:
-        return codes.to(f32)
-    wide = codes.to(i16)
-    return (wide << 7 & 0x3F80 | wide & -0x8000).bits_as(f16.wide(codes.type.lanes)).to(f32)
 
 
 def _four_bits(codes: Pointer, first: int, dim: int, is_wide: bool) -> Value:

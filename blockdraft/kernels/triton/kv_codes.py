@@ -143,29 +143,11 @@ _INT8 = tl.constexpr(
     }"""
 )
 
-# Exponent and mantissa of float8 are used as those of bfloat16, times 2 ** 120: their biases differ by 120.
-_FP8 = tl.constexpr(
-    """{
-    .reg .b32 s, t, base;
-    mov.b32 base, 0x7B807B80;
-    prmt.b32 s, $2, 0, 0x1404;
-    and.b32 t, s, 0x80008000;
-    shr.u32 s, s, 4;
-    lop3.b32 t, s, 0x07F007F0, t, 0xEA;
-    mul.rn.bf16x2 $0, t, base;
-    prmt.b32 s, $2, 0, 0x3424;
-    and.b32 t, s, 0x80008000;
-    shr.u32 s, s, 4;
-    lop3.b32 t, s, 0x07F007F0, t, 0xEA;
-    mul.rn.bf16x2 $1, t, base;
-    }"""
-)
-
 
 def kind_of(codec: Codec) -> str:
     """Return the name that kernels use for the codec."""
     if isinstance(codec, EightBits):
-        return "float8" if codec.is_float else "whole8"
+        return "whole8"
     assert isinstance(codec, RotatedLevels)
     return f"bits{codec.bits}"
 
@@ -227,10 +209,8 @@ def levels_of(
             high = second.to(tl.int32) >> column // (DIM // 8)
             lo = level3((low & 3) | (high & 1) << 2)
             hi = level3((low >> 4 & 3) | (high >> 4 & 1) << 2)
-        elif KIND == "whole8":
-            lo, hi = first.to(tl.int8, bitcast=True), second.to(tl.int8, bitcast=True)
         else:
-            lo, hi = first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+            lo, hi = first.to(tl.int8, bitcast=True), second.to(tl.int8, bitcast=True)
         lo, hi = lo.to(DTYPE), hi.to(DTYPE)
     return lo, hi
 
@@ -251,12 +231,11 @@ def _levels_of_words(first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND:
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        CODE: tl.constexpr = _INT8 if KIND == "whole8" else _FP8
         lo_1, lo_2 = tl.inline_asm_elementwise(
-            CODE, "=&r,=&r,r", [first], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            _INT8, "=&r,=&r,r", [first], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         hi_1, hi_2 = tl.inline_asm_elementwise(
-            CODE, "=&r,=&r,r", [second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            _INT8, "=&r,=&r,r", [second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     return _spread(lo_1, lo_2, HALF), _spread(hi_1, hi_2, HALF)
 

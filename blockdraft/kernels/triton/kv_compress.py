@@ -53,18 +53,11 @@ def _stored(scale):
 
 
 @triton.jit
-def _rounded(x, scale, KIND: tl.constexpr):
+def _rounded(x, scale):
     """Return values, rounded to multiples of scale [N, 1], as bytes."""
-    if KIND == "whole8":
-        ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -127.0), 127.0)
-        whole = (ratio + _ROUNDING) - _ROUNDING  # ties to even
-        return whole.to(tl.int32).to(tl.uint8)
-    ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -448.0), 448.0)
-    exponent = tl.maximum((tl.abs(ratio).to(tl.int32, bitcast=True) >> 23) - 127, -6)
-    coarse = ((exponent + 21 + 127) << 23).to(
-        tl.float32, bitcast=True
-    ) * 0.75  # 3 bits of the mantissa are left
-    return ((ratio + coarse) - coarse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -127.0), 127.0)
+    whole = (ratio + _ROUNDING) - _ROUNDING  # ties to even
+    return whole.to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
@@ -81,11 +74,11 @@ def _encode(
     is_sound = tl.min(is_finite.to(tl.int32), 1) > 0
     peak = tl.where(is_sound, tl.max(tl.maximum(tl.abs(lo), tl.abs(hi)), 1), float("nan"))
     place = codes + target[:, None] * BYTES
-    if KIND == "whole8" or KIND == "float8":
-        scale = _stored(tl.div_rn(peak, peak * 0.0 + (127.0 if KIND == "whole8" else 448.0)))
+    if KIND == "whole8":
+        scale = _stored(tl.div_rn(peak, peak * 0.0 + 127.0))
         wide = scale.to(tl.float32)[:, None]
-        tl.store(place + column, _rounded(lo, wide, KIND), mask=is_in)
-        tl.store(place + DIM // 2 + column, _rounded(hi, wide, KIND), mask=is_in)
+        tl.store(place + column, _rounded(lo, wide), mask=is_in)
+        tl.store(place + DIM // 2 + column, _rounded(hi, wide), mask=is_in)
     else:
         y_lo = _quotient(lo, tl.broadcast_to(peak[:, None], lo.shape))
         y_hi = _quotient(hi, tl.broadcast_to(peak[:, None], hi.shape))
