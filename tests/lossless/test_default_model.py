@@ -40,8 +40,7 @@ def test_it_writes_what_transformers_writes_with_the_same_weights():
     token_ids = llm.generate([prompt], GREEDY)[0].token_ids
     with torch.inference_mode():  # the token that it would write at each position
         logits = model(torch.tensor([[*prompt, *token_ids[:-1]]])).logits[0, len(prompt) - 1 :]
-        expected = logits.argmax(dim=1)
-    assert list(token_ids) == expected.tolist()
+    assert list(token_ids) == logits.argmax(dim=1).tolist()
 
 
 def test_it_answers_a_question_whole_and_streamed_and_metrics_add_up(llm):
