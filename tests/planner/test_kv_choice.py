@@ -19,9 +19,7 @@ BF16 = 2
 SMALL = 0.68  # of a GeForce's memory: some 22 GB
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "least"), [("tq4v3", 4.4), ("tq4", 3.85), ("int8", 1.95)]
-)
+@pytest.mark.parametrize(("kv_dtype", "least"), [("tq4v3", 4.4), ("tq4", 3.85), ("int8", 1.95)])
 def test_a_layer_takes_so_many_times_less(kv_dtype, least):
     (layer,) = compressed((LAYER,), kv_dtype)
     assert LAYER.bytes_per_token(BF16) / layer.bytes_per_token(BF16) >= least
