@@ -134,7 +134,7 @@ def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:
         return EXACT, "asked for"
     if asked == "fp8":
         raise SettingsError(
-            f"{name} = fp8, which our engine does not have: use int8, of as many bytes and less error."
+            f"{name} = fp8, which our engine does not have: use int8, of equal bytes and less error."
         )
     if asked in BITS:
         return asked, "asked for"
