@@ -232,7 +232,7 @@ def test_an_output_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
     made = engine()
     lost = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(regex="[ab]{99}")))
     kept = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(choice=["abc" * 9])))
-    deltas = made.step() + made.step()
+    deltas = [*made.step(), *made.step()]
     sequence = next(one for one in made.scheduler.running if one.request.id == lost)
     sequence.guide._matcher.consume_token(TOKENS.encode("x")[0])  # never allowed: the matcher breaks
     deltas += tiny.drain(made)

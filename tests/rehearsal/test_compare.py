@@ -137,11 +137,12 @@ def test_on_a_card_the_whole_rehearsal_adds_steps_and_on_a_cpu_it_says_what_it_l
     added = ["qwen3-8b, cold", "qwen3-8b, warm", "steps", "steps, deep", "steps, qwen3.5-35b-a3b"]
     pairs = ["default", "qwen3-8b", "qwen3.5-35b-a3b"]
     assert names.index("bench") + 1 == names.index("many streams") == names.index("end of server") - 1
-    assert names[-9:] == [*added, *(f"equality, {pair}" for pair in pairs), "the last result"]
+    equality = [f"equality, {pair}" for pair in pairs]
+    assert names[-10:] == ["first seconds", *added, *equality, "the last result"]
     assert whole.left_out("cuda:0") == []
     stage.device = "cpu"
     assert [one.name for one in whole.steps_of(stage)][-3:] == [
-        "trained drafter",
+        "first seconds",
         "equality, default",
         "the last result",
     ]

@@ -15,7 +15,7 @@ import pytest
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import Fingerprint
-from blockdraft.engine.request import TokenLogprobs
+from blockdraft.engine.request import Deltas, TokenLogprobs
 from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.app import make_api, make_app
@@ -314,7 +314,7 @@ class Patient(Engine):
         is_waiting = self.num_steps and self.num_come < self._num_requests
         if is_waiting or len(self._read) < self.num_ended:
             time.sleep(0.001)  # for the thread that sends and reads
-            return []
+            return Deltas()
         deltas = super().step()
         self.num_steps += 1
         self.num_ended += sum(delta.finish_reason is not None for delta in deltas)
