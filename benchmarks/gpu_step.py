@@ -39,7 +39,7 @@ from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.step_sizes import few_means, uneven_places
 
 REPLAYS = 20
-SETTLING, GOVERNED = 40, 60  # steps in which the width controller learns, and that are timed
+SETTLING, CHOSEN = 40, 60  # steps in which the width controller learns, and that are timed
 
 
 @dataclass
@@ -234,7 +234,7 @@ def time_chosen_widths(pair: tuple[LoadedPair, Plan], *, num_rows: int, context:
     engine.wait()
     stats, begin = engine.stats, time.perf_counter()
     before = stats.num_emitted, stats.num_drafted, stats.num_blocks
-    for _ in range(GOVERNED):
+    for _ in range(CHOSEN):
         engine.step()
     engine.wait()
     seconds = time.perf_counter() - begin
@@ -249,7 +249,7 @@ def time_chosen_widths(pair: tuple[LoadedPair, Plan], *, num_rows: int, context:
         "tokens_per_s": num_tokens / seconds,
         "mean_width": 1 + num_drafted / num_blocks,
         "committed_per_step": num_tokens / num_blocks,
-        "engine_ms": seconds / GOVERNED * 1e3,
+        "engine_ms": seconds / CHOSEN * 1e3,
         "first_width": engine.plan.width,
         "reason": engine.plan.reasons["width"],
     }

@@ -157,7 +157,7 @@ def run_paced_engine(
     from benchmarks.host import TEXT, FakeEngine, make_models
     from blockdraft.checkpoints.opening import open_checkpoint
     from blockdraft.engine.engine import Engine
-    from blockdraft.engine.request import Delta
+    from blockdraft.engine.request import Deltas
     from blockdraft.phases import StartProgress
     from blockdraft.server.engine_link.engine_worker import run_engine
     from blockdraft.text.tokenizer import Tokenizer
@@ -165,7 +165,7 @@ def run_paced_engine(
     class PacedEngine(FakeEngine):
         next_s = 0.0
 
-        def step(self) -> list[Delta]:
+        def step(self) -> Deltas:
             time.sleep(max(0.0, self.next_s - time.monotonic()))
             self.next_s = time.monotonic() + step_s
             return super().step()

@@ -324,7 +324,7 @@ class Step:
             Codes(
                 torch.randint(
                     0,
-                    120,
+                    256,
                     (self.layers, self.shape.groups, slots, codec.num_bytes(self.shape.dim) - 2),
                     dtype=torch.uint8,
                     device=self.device,

@@ -16,7 +16,7 @@ from benchmarks.rehearsal.children import Children, last_line
 from benchmarks.rehearsal.sheet import Failure
 
 ADDRESS = re.compile(r"listening on (http://[^\s;]+)")
-GRAPHS = re.compile(r"(\d+) of at most \d+ kinds of steps captured")
+GRAPHS = re.compile(r"(\d+) of at most \d+ kinds of decoding steps captured")
 WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
 RECHECKS = re.compile(r"^blockdraft:(recheck|recheck_different)_total\{.*\} (\S+)$", re.M)
 RECHECK_S = 60.0  # until the first: an idle engine captures graphs before

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -228,5 +229,7 @@ def _end_hung(engine: Replicas) -> None:
 
     time.sleep(UNHEALTHY_GRACE_S)
     engine.kill()
-    logging.shutdown()  # writes the lines that wait
+    closing = threading.Thread(target=logging.shutdown, daemon=True)  # it writes the lines that wait
+    closing.start()
+    closing.join(1.0)  # a pipe that nobody reads blocks it
     os._exit(EXIT_HUNG)

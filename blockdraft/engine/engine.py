@@ -278,7 +278,7 @@ class Engine:
         launched = None if batch is None else (batch, self._launch(batch))
         if self.plan.overlap:
             launched, self._pending = self._pending, launched
-        return deltas if launched is None else deltas + self._collect(*launched)
+        return deltas if launched is None else self._collect(*launched)
 
     def capture(
         self,
@@ -293,7 +293,7 @@ class Engine:
         `now`: the pairs to capture at once; the others are captured when first used, or by `prepare`.
         `uneven`: sizes of steps whose rows have widths of their own.
         """
-        # A card's host takes longer to launch a step's kernels one by one than the card takes for padding.
+        # On a card, padding is assumed to take less time than launching kernels one by one: not timed.
         padding = math.inf if self.models.device.type == "cuda" else 2.0
         self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device), most_padding=padding)
         self.graphs.capture(sizes, widths, now, uneven=uneven)

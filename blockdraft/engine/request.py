@@ -314,9 +314,6 @@ class Deltas:
     def __len__(self) -> int:
         return len(self.pieces) + len(self.others)
 
-    def __add__(self, later: Deltas) -> Deltas:
-        return Deltas(self.pieces + later.pieces, self.others + later.others)
-
     def values(self) -> list[tuple[Any, ...]]:
         """Return the arguments of equal deltas, which pickle without Python code."""
         return [*self.pieces, *map(_DELTA_VALUES, self.others)]

@@ -289,6 +289,11 @@ def _between(known: Mapping[float, float], wanted: float, beyond: float = 1.0) -
     return known[first] + slope * (inside + beyond * max(wanted - second, 0))
 
 
+def _num_drafts(size: StepSize, num_rows: int, others: Sequence[int]) -> int:
+    """Return the drafts that rows may have in a step beside `others`, whose widths are set."""
+    return max(0, min(size.tokens - sum(others) - num_rows, num_rows * (size.width - 1)))
+
+
 def likeliest_widths(kept: np.ndarray, num_drafts: int) -> list[int]:
     """Return widths [R] with `num_drafts` drafts in all, those with the greatest chances kept [R, places].
 
@@ -372,14 +377,14 @@ class WidthController:
 
         `others`: the widths of the rows beside them, whose requests set them.
         """
-        mean = self.next_width(records, is_ready, len(others))
+        mean = self.next_width(records, is_ready, others)
         size, count = self._size(len(records) + len(others), mean), len(records)
         if size.is_even:
             return [size.width] * count
         dealt_to = (mean, *others, *map(id, records))
         if not self._is_kept or dealt_to != self._dealt_to:
             kept = self.chances.kept(records)[:, : size.width - 1]
-            num_drafts = min(max(0, size.tokens - sum(others) - count), kept.size)
+            num_drafts = _num_drafts(size, count, others)
             self._dealt, self._dealt_to = likeliest_widths(kept, num_drafts), dealt_to
         return self._dealt
 
@@ -390,26 +395,35 @@ class WidthController:
         size = uneven(self.costs.size(num_rows), mean, self._block)
         return StepSize(num_rows, size.width, min(size.tokens - size.rows + num_rows, num_rows * size.width))
 
-    def _widths(self, num_rows: int) -> tuple[int, ...]:
-        """Return the widths that steps of as many rows may have."""
+    def _widths(self, num_rows: int, others: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the widths that steps of as many rows may have: those with room for the other rows' own."""
         if self._means is None:
             return self._all_widths
-        return self._means(self.costs.size(num_rows), self._block)
+        widths = self._means(self.costs.size(num_rows), self._block)
+        if not others:
+            return widths
+        least = StepSize(num_rows, max(others), sum(others) + num_rows - len(others))
+        return tuple(width for width in widths if self._size(num_rows, width).has_room(least))
 
     def _committed(
-        self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
+        self,
+        records: Sequence[DraftRecord],
+        widths: Sequence[int],
+        hope: float = 1.0,
+        others: Sequence[int] = (),
     ) -> np.ndarray:
-        """Return the tokens that steps of each width are expected to commit."""
-        if self._means is None or len(records) == 1:
+        """Return the tokens that these rows are expected to commit in steps of each width."""
+        if self._means is None or (len(records) == 1 and not others):
             return self.chances.committed(records, widths, hope)
         kept, totals = self.chances.kept(records, hope), dict[int, np.ndarray]()
         found = np.full(len(widths), float(len(records)))
         for index, width in enumerate(widths):
-            size = self._size(len(records), width)
-            if size.tokens > size.rows:
+            size = self._size(len(records) + len(others), width)
+            num_drafts = _num_drafts(size, len(records), others)
+            if num_drafts > 0:
                 if size.width not in totals:  # [n]: of the n + 1 likeliest drafts
                     totals[size.width] = np.sort(kept[:, : size.width - 1], axis=None)[::-1].cumsum()
-                found[index] += totals[size.width][size.tokens - size.rows - 1]
+                found[index] += totals[size.width][num_drafts - 1]
         return found
 
     def mean_of(self, size: StepSize) -> int:
@@ -420,20 +434,23 @@ class WidthController:
         return -(-(size.tokens + padded - size.rows) // padded)
 
     def next_width(
-        self, records: Sequence[DraftRecord], is_ready: Callable[..., bool] = always, num_others: int = 0
+        self,
+        records: Sequence[DraftRecord],
+        is_ready: Callable[..., bool] = always,
+        others: Sequence[int] = (),
     ) -> int:
         """Return the width of the next step, a ready one if any is. `records` has one record per row.
 
-        `num_others`: the rows beside them, which are assumed to commit one token each.
+        `others`: the widths of the rows beside them, which are assumed to commit one token each.
         """
-        count = len(records) + num_others
-        self._is_kept = self._num_kept > 0 and count == self.last.num_rows
+        count = len(records) + len(others)
+        self._is_kept = self._num_kept > 0 and count == self.last.num_rows and not others
         if self._is_kept:
             self._num_kept -= 1
             return self._width
-        widths = self._widths(count)
-        expected = self._committed(records, widths) / len(records)
-        speeds = (len(records) * expected + num_others) / self.costs.by_width(count, widths)
+        widths = self._widths(count, others)
+        committed = self._committed(records, widths, others=others)
+        speeds = (committed + len(others)) / self.costs.by_width(count, widths)
         ready = [is_ready(*self._size(count, width)) for width in widths]
         if any(ready):
             speeds = speeds * ready
@@ -443,13 +460,13 @@ class WidthController:
             now = best
         self._width = widths[now]
         num_tokens = self._size(count, self._width).tokens
-        self.last = ChosenStep(count, self._width, float(expected[now]), num_tokens)
+        self.last = ChosenStep(count, self._width, float(committed[now] / len(records)), num_tokens)
         self._num_kept = min(count // MANY_ROWS, MOST_KEPT)
         if self._width > 1:
             width = self._neglected(widths, speeds, now, count)
         else:
             self._until_try -= 1
-            width = 1 if self._until_try > 0 else self._tried_again(records, widths, speeds, count)
+            width = 1 if self._until_try > 0 else self._tried_again(records, widths, speeds, others)
         if width != self._width:
             self._num_kept = 0  # a try is one step
         elif width == 1:
@@ -464,15 +481,19 @@ class WidthController:
         return widths[int(speeds.argmax())]
 
     def _tried_again(
-        self, records: Sequence[DraftRecord], widths: Sequence[int], speeds: np.ndarray, count: int
+        self,
+        records: Sequence[DraftRecord],
+        widths: Sequence[int],
+        speeds: np.ndarray,
+        others: Sequence[int],
     ) -> int:
         """Return the best width that would pay if drafts were far better than expected; 1 if none would."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
         # While steps are plain, a plain step that was timed too low while the machine was busy is never timed
         # again beside others. So what the start measured counts, too.
-        costs = self.costs.least_ratios(count, widths)
-        hoped = self._committed(records, widths, HOPE) / costs
+        costs = self.costs.least_ratios(len(records) + len(others), widths)
+        hoped = self._committed(records, widths, HOPE, others) / costs
         could_pay = hoped > GAIN * hoped[0]
         return widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
 
@@ -484,7 +505,7 @@ class WidthController:
             if speeds[other] > NEARLY * speeds[now] and self.costs.is_due(count, widths[other]):
                 return widths[other]
         plain_age = PLAIN_AGE if self.costs.is_known(count, 1) else FIRST_AGE
-        if speeds[0] > 0 and self.costs.age(count, 1) > plain_age:
+        if widths[0] == 1 and speeds[0] > 0 and self.costs.age(count, 1) > plain_age:
             return 1
         return widths[now]
 

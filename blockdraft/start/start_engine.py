@@ -274,7 +274,7 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
     if engine.prefill_graphs is not None and not is_awaited:
         engine.prefill_graphs.capture_first()
     most = 0 if engine.graphs is None else len(engine.graphs)
-    note(f"{len(now)} of at most {most} kinds of steps captured; others when they are first needed")
+    note(f"{len(now)} of at most {most} kinds of decoding steps captured; others when they are first needed")
 
 
 @contextmanager

@@ -139,8 +139,8 @@ def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
 
 def first_shapes(shapes: Items[tuple[int, int]]) -> set[tuple[int, int]]:
     """Return the first sizes to capture: a few for one prompt, and two for many."""
-    one, many = min(rows for _, rows in shapes), max(rows for _, rows in shapes)
-    largest = max(tokens for tokens, _ in shapes)
+    one, many = (find((rows for _, rows in shapes), default=0) for find in (min, max))
+    largest = max((tokens for tokens, _ in shapes), default=0)
     wanted = {*((tokens, one) for tokens in FIRST_TOKENS), (min(SMALL, largest), many), (largest, many)}
     return wanted & set(shapes)
 

@@ -470,6 +470,21 @@ def test_a_step_s_tokens_fill_a_captured_step():
         assert controller.last.num_tokens == sum(own) + sum(chosen)
 
 
+def test_rows_that_set_a_width_leave_what_the_captured_step_has_beyond_theirs():
+    """A step that holds twelve whole blocks among sixteen rows has room for four more."""
+    controller = controller_for(large_card, CORNERS, chance=0.8, means=few_means)
+    records = [DraftRecord() for _ in range(4)]
+    for own, expected in (((16,) * 12, [16] * 4), ((1,) * 12, None), ((16,) * 4, None)):
+        chosen = controller.next_widths(records, others=own)
+        mean = controller.last.width
+        size = uneven(min(size for size in SIZES if size >= 4 + len(own)), mean, BLOCK)
+        assert size.has_room(tight([*own, *chosen]))
+        assert chosen == expected or sum(own) + sum(chosen) == size.tokens
+        dealt = controller.chances.kept(records)[:, : size.width - 1]
+        kept = sum(float(row[: width - 1].sum()) for row, width in zip(dealt, chosen, strict=True))
+        assert controller.last.tokens == pytest.approx(1 + kept / 4)
+
+
 def test_few_rows_fill_a_captured_step_too():
     """Five rows run as eight do: what the other three leave is theirs."""
     costs = {(1, 1): 1.0, (1, 8): 1.3, (8, 1): 1.2, (8, 8): 4.0}

@@ -1,5 +1,7 @@
 """Compressed keys and values on a card: the tokens of plain decoding, for all that `CARD` may serve."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,16 @@ PAIRS = {
         EIGHT,
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def wide_blocks(monkeypatch):
+    """Blocks take the kernel that is to be tested."""
+    from blockdraft.kernels.triton import kv_mma
+
+    monkeypatch.setattr(kv_mma, "CARD", replace(kv_mma.CARD, has_wide_blocks=True))
+
+
 CASES = [(name, kv_dtype) for name, (_, _, formats) in PAIRS.items() for kv_dtype in formats]
 
 

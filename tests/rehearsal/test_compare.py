@@ -220,7 +220,7 @@ def server(**capture):
         "name": "capture",
         "state": "done",
         "seconds": 1.5,
-        "detail": "18 of at most 64 kinds of steps captured; others when they are first needed",
+        "detail": "18 of at most 64 kinds of decoding steps captured; others when they are first needed",
         **capture,
     }
     startup = {"seconds": 12.5, "warnings": [], "phases": [capture]}

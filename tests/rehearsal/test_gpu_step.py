@@ -18,7 +18,7 @@ from tests import tiny
 
 def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     monkeypatch.setattr(gpu_step, "SETTLING", 2)
-    monkeypatch.setattr(gpu_step, "GOVERNED", 8)
+    monkeypatch.setattr(gpu_step, "CHOSEN", 8)
     monkeypatch.setattr("blockdraft.start.block_width._is_steady", lambda times: True)  # however busy we are
     engine = tiny.engine(max_num_seqs=2, width=8)
     models = replace(engine.models, rates=acceptance_rates("mean:4", width=8, block=8))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import httpx
@@ -582,6 +583,27 @@ def test_lines_of_requests_are_written_together_and_in_order_with_others():
     asyncio.run(turn())
     answered("eight")
     assert list(filter(None, written)) == ["one\ntwo\nthree\n", "four\nfive\n", "six\nseven\n", "eight\n"]
+
+
+def test_no_line_of_a_request_waits_for_another_thread_that_has_written_already():
+    stream = io.StringIO()
+    handler, threads = LineHandler(stream), []
+
+    class Interrupted(deque):
+        def append(self, record):
+            if not threads:  # another thread writes what is held, just before this line is held, too
+                threads.append(threading.Thread(target=handler.flush))
+                threads[0].start()
+                threads[0].join(0.1)  # it cannot until then
+            super().append(record)
+
+    async def turn():
+        handler._held = Interrupted([logging.makeLogRecord({"msg": "theirs"})])
+        handler.handle(AccessRecord("blockdraft.access", "ours", "id"))
+        await asyncio.to_thread(threads[0].join)
+
+    asyncio.run(turn())
+    assert stream.getvalue() == "theirs\nours\n"
 
 
 def test_a_line_that_cannot_be_made_takes_no_other_with_it(capsys):

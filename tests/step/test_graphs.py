@@ -356,6 +356,7 @@ def test_the_first_graphs_serve_every_prompt_of_up_to_half_a_thousand_tokens():
     every = shapes(8192, 256)
     first = first_shapes(every)
     assert len(first) == 6
+    assert first_shapes(shapes(16, 8)) == set(), "chunks of so few tokens have no graphs"
     graphs = BarePrefills(lambda: 0.0, most=8192, rows=256)
     graphs.capture_first()
     graphs._time._free_s = 1.0

@@ -54,8 +54,12 @@ class LineHandler(logging.StreamHandler[TextIO]):
     def handle(self, record: logging.LogRecord) -> bool:
         if type(record) is not AccessRecord:
             return super().handle(record)
-        is_first = not self._held
-        self._held.append(record)
+        self.acquire()  # another thread must not write what is held between these two lines
+        try:
+            is_first = not self._held
+            self._held.append(record)
+        finally:
+            self.release()
         if is_first:
             try:
                 asyncio.get_running_loop().call_soon(self.flush)
