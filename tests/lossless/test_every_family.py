@@ -17,6 +17,7 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.saved_states import SavedState
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.moe import Experts
+from blockdraft.start.slower_parts import slower_parts
 from tests import tiny
 from tests.lossless import families
 from tests.lossless.families import BLOCK, HYBRID_NAMES, NAMES
@@ -210,7 +211,7 @@ def test_its_own_mtp_head_changes_nothing(name, schedule):
     pair, requests = families.mtp_pair(name), families.make_requests((1, 9, 4))
     ran = run_watched(families.engine(pair, **schedule), requests)
     assert ran.results == families.plain(pair, requests)
-    assert len(ran.counts) > 1
+    assert len(ran.counts) > 1 or schedule["width"] == 1
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,10 @@ def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case, attends):
 @settings(max_examples=300, deadline=None)
 @given(family=st.sampled_from(sorted(CONFIGS)), seed=st.integers(0, 10**6), case=cases())
 def test_many_more_configurations_and_schedules(family, seed, case):
-    check_case(families.drawn_pair(family, seed), case)
+    pair = families.drawn_pair(family, seed)
+    if any("attention" in line for line in slower_parts(*pair)):  # a start finds that it cannot be captured
+        case[1]["is_captured"] = False
+    check_case(pair, case)
 
 
 # ---- compressed keys and values

@@ -115,7 +115,7 @@ def test_rows_of_different_widths_leave_a_hybrid_s_states_as_alone():
     models = models.with_kernels(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
     plan = replace(plan, max_num_seqs=2, num_pages=100)
     requests = [
-        (prompt, replace(params, max_tokens=3, width=width))
+        (prompt, replace(params, min_tokens=0, max_tokens=3, width=width))
         for (prompt, params), width in zip(REQUESTS, (3, 2), strict=True)
     ]
     found = []
